@@ -1,0 +1,108 @@
+"""The `kvtune` part of `kv_transfer_params`: what D adds to a reference, what the router asks, what P reports back.
+
+vLLM ignores keys it does not know, so a stock peer on either side is unaffected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvtune_connector.fingerprint import Fingerprint, FingerprintError
+from kvtune_telemetry.vocabulary import Decision, Reason
+
+KEY = "kvtune"
+"""The one key that kvtune adds inside `kv_transfer_params`."""
+PARAMS = "kv_transfer_params"
+"""vLLM's name of the field in requests and answers."""
+
+
+def reference_extras(*, fingerprint: Fingerprint, ttl_s: float) -> dict[str, Any]:
+    """What D adds to the reference it exports: proof of its tokens, and the TTL (s) it grants."""
+    return {"v": 1, "fingerprint": fingerprint.to_wire(), "ttl_s": ttl_s}
+
+
+def report_extras(*, decision: Decision, reason: Reason, fetched: int, local: int, available: int) -> dict[str, Any]:
+    """What P adds to its answer: the decision it took (tokens)."""
+    return {
+        "v": 1,
+        "decision": decision.value,
+        "reason": reason.value,
+        "fetched_tokens": fetched,
+        "local_tokens": local,
+        "available_tokens": available,
+    }
+
+
+def request_extras(*, retain_s: float | None = None, explore: bool = False) -> dict[str, Any]:
+    """What the router asks of an engine: keep the KV so long (D; 0 = not at all), recompute to measure (P)."""
+    extras: dict[str, Any] = {"v": 1}
+    if retain_s is not None:
+        extras["retain_s"] = retain_s
+    if explore:
+        extras["explore"] = True
+    return extras
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """P's decision as the router reads it."""
+
+    decision: Decision
+    reason: Reason
+    fetched_tokens: int
+    local_tokens: int
+
+
+def _extras(params: object) -> Mapping[str, Any] | None:
+    extras = params.get(KEY) if isinstance(params, Mapping) else None
+    return extras if isinstance(extras, Mapping) else None
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        return None
+    return float(value)
+
+
+def read_fingerprint(params: object) -> Fingerprint | None:
+    """The fingerprint in a reference; None when it carries none, or a malformed one (then nothing is proven)."""
+    extras = _extras(params)
+    if extras is None or "fingerprint" not in extras:
+        return None
+    try:
+        return Fingerprint.from_wire(extras["fingerprint"])
+    except FingerprintError:
+        return None
+
+
+def read_ttl_s(params: object) -> float | None:
+    """The TTL D granted (s), if it says so."""
+    extras = _extras(params)
+    return _number(extras.get("ttl_s")) if extras else None
+
+
+def read_retain_s(params: object) -> float | None:
+    """How long the router asks D to keep the KV (s), if it asks."""
+    extras = _extras(params)
+    return _number(extras.get("retain_s")) if extras else None
+
+
+def read_explore(params: object) -> bool:
+    """Whether the router asks P to recompute although it could fetch."""
+    extras = _extras(params)
+    return bool(extras and extras.get("explore") is True)
+
+
+def read_report(params: object) -> Report | None:
+    """P's decision, if P is a kvtune connector and says so in words we know."""
+    extras = _extras(params)
+    if extras is None:
+        return None
+    try:
+        decision, reason = Decision(extras.get("decision")), Reason(extras.get("reason"))
+    except ValueError:
+        return None
+    fetched, local = _number(extras.get("fetched_tokens")), _number(extras.get("local_tokens"))
+    return Report(decision, reason, int(fetched or 0), int(local or 0))

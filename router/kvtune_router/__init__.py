@@ -1,0 +1,1 @@
+"""The router in front of a prefill/decode fleet: turns, conversations, engines, relay."""
