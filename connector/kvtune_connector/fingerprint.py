@@ -2,7 +2,7 @@
 
 A sequence is cut into strides of whole KV blocks. `chain[i]` is an 8-byte BLAKE2b hash over `chain[i-1]` and the i-th
 stride's token ids, so that one equal link proves (but for a 64-bit collision) that everything before it is equal.
-The tokens after the last full stride have a hash of their own, so that a whole sequence can be proven to its last token.
+The tokens after the last full stride have a hash of their own: a whole sequence can be proven to its last token.
 
 128k tokens make 2,048 links: 16 KiB, about 22 kB as base64. Longer sequences use longer strides and stay as small.
 """
@@ -34,8 +34,8 @@ class FingerprintError(ValueError):
 class Fingerprint:
     """A token sequence's chain of hashes.
 
-    `tokens`: its length; `stride`: tokens a link; `chain`: `tokens // stride` links of 8 bytes, concatenated; `tail`: hash
-    of the last link and the rest, empty when there is no rest.
+    `tokens`: its length; `stride`: tokens a link; `chain`: `tokens // stride` links of 8 bytes, concatenated; `tail`:
+    hash of the last link and the rest, empty when there is no rest.
     """
 
     tokens: int
@@ -55,7 +55,7 @@ class Fingerprint:
 
     @classmethod
     def from_wire(cls, data: object) -> Fingerprint:
-        """Read `to_wire()`'s data; raises FingerprintError on anything else, without allocating more than it was sent."""
+        """Read `to_wire()`'s data; raises FingerprintError on anything else. Allocates no more than it was sent."""
         if not isinstance(data, Mapping):
             raise FingerprintError("fingerprint is not an object")
         if data.get("alg") != _ALGORITHM:

@@ -63,8 +63,8 @@ def decide(
 
     `prompt_tokens`: its length; `local_tokens`: what P's prefix cache holds; `now_s`: P's clock, the one
     `offer.deadline_s` is in. The order of the checks is the order of safety: what cannot be read safely is refused
-    before what is worth reading is weighed. A fetch never reaches beyond the verified prefix; with reason `rewritten` it was
-    cut to it.
+    before what is worth reading is weighed. A fetch never reaches beyond the verified prefix; with reason `rewritten`
+    it was cut to it.
     """
     if offer is None:
         return _recompute(Reason.NONE) if local_tokens == 0 else _local()

@@ -68,7 +68,9 @@ def provider_from_environment(service_name: str, environ: Mapping[str, str] | No
 
 
 def _otlp_exporter(env: Mapping[str, str]) -> Any:
-    protocol = env.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or env.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "http/protobuf"
+    protocol = (
+        env.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or env.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "http/protobuf"
+    )
     if protocol == "http/protobuf":
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
@@ -115,7 +117,10 @@ class TurnTrace:
         if self._span is None or self._tracer is None:
             return Leg(None, self._incoming)
         span = self._tracer.start_span(
-            name, context=trace.set_span_in_context(self._span, Context()), kind=SpanKind.CLIENT, attributes=dict(attributes)
+            name,
+            context=trace.set_span_in_context(self._span, Context()),
+            kind=SpanKind.CLIENT,
+            attributes=dict(attributes),
         )
         self._legs.append(span)
         headers: dict[str, str] = {}
