@@ -102,7 +102,7 @@ def read_report(params: object) -> Report | None:
     if extras is None:
         return None
     try:
-        decision, reason = Decision(extras.get("decision")), Reason(extras.get("reason"))
+        decision, reason = Decision(str(extras.get("decision"))), Reason(str(extras.get("reason")))
     except ValueError:
         return None
     fetched, local = _number(extras.get("fetched_tokens")), _number(extras.get("local_tokens"))

@@ -1,4 +1,4 @@
-"""What happened, as values. Producers build an event at one site and hand it to a recorder; they never know the sinks."""
+"""What happened, as values. Producers build one at one site and hand it to a recorder; they never know the sinks."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from prometheus_client.utils import floatToGoString
 from kvtune_telemetry.catalogue import BY_NAME, CONNECTOR_LABELS, Emitter, emitted_by
 
 # `_created` doubles the series of every counter and histogram and nothing here reads it.
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class WeightedHistogram(Collector):
@@ -44,7 +44,7 @@ class WeightedHistogram(Collector):
         total, cumulative = 0.0, []
         for edge, weight in zip((*self._edges, float("inf")), self._weights, strict=True):
             total += weight
-            cumulative.append((floatToGoString(edge), total))
+            cumulative.append((floatToGoString(edge), total))  # type: ignore[no-untyped-call]
         yield HistogramMetricFamily(self._name, self._documentation, buckets=cumulative, sum_value=self._sum)
 
 
