@@ -180,7 +180,7 @@ def _router() -> Iterator[Metric]:
         "Conversations seen for the first time.", "router",
     )  # fmt: skip
     yield Metric(
-        "kvtune_conversations", "gauge", "conversations",
+        "kvtune_conversations_remembered", "gauge", "conversations",
         "Conversations the router remembers now.", "router",
     )  # fmt: skip
     yield Metric(

@@ -91,10 +91,10 @@ class RouterRecorder:
 
     def _conversation_seen(self, _: events.ConversationSeen) -> None:
         self._on.counter("kvtune_conversations_total").inc()
-        self._on.gauge("kvtune_conversations").inc()
+        self._on.gauge("kvtune_conversations_remembered").inc()
 
     def _conversation_given_up(self, event: events.ConversationGivenUp) -> None:
-        self._on.gauge("kvtune_conversations").dec()
+        self._on.gauge("kvtune_conversations_remembered").dec()
         if event.ended_turn:
             self._on.counter("kvtune_turns_given_up_total").inc()
 

@@ -27,7 +27,7 @@ class Outcome(StrEnum):
     UNVERIFIED = "unverified"
     """The reference carries no fingerprint, so nothing proves it equal, and the policy is to refuse such."""
     READ_FAILED = "read_failed"
-    """P accepted the reference, but the read failed; P computed instead."""
+    """The reference was good, but the read failed or no prefill engine answered; the history was computed."""
     DISABLED = "disabled"
     """Reuse was switched off for this turn (hold-out group, or a shape of request that cannot reuse)."""
     NO_IDENTITY = "no_identity"

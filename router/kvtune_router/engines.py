@@ -1,0 +1,145 @@
+"""The engines behind the router: which are up, how busy they are, and which incarnation each one is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import aiohttp
+from kvtune_telemetry import events
+from kvtune_telemetry.vocabulary import Role
+
+PROBE_INTERVAL_S = 1.0
+PROBE_TIMEOUT_S = 2.0
+PROBES_TO_FALL = 2
+"""Failed probes in a row that take an engine out; a refused request takes it out at once."""
+
+
+class EngineAddressError(ValueError):
+    """An engine's URL is unusable."""
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One engine."""
+
+    url: str
+    role: Role
+    label: str
+    """host:port as configured: its name in metrics and logs."""
+    up: bool = True
+    incarnation: str | None = None
+    """The engine id of its last answer; None when unknown."""
+    lost: frozenset[str] = frozenset()
+    """Incarnations known to be gone."""
+    in_flight: int = 0
+    failed_probes: int = 0
+
+
+def engine_from_url(url: str, role: Role) -> Engine:
+    """An engine at `http(s)://host:port[/prefix]`; raises EngineAddressError that says what is wrong."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        port = parts.port
+    except ValueError:
+        raise EngineAddressError(f"{role.value} engine {url!r}: the port is not a number from 1 to 65535") from None
+    if parts.scheme not in ("http", "https"):
+        raise EngineAddressError(f"{role.value} engine {url!r}: the scheme must be http or https")
+    if not parts.hostname or parts.username or parts.query or parts.fragment:
+        raise EngineAddressError(f"{role.value} engine {url!r}: give it as http://HOST:PORT")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    label = f"{host}:{port or (443 if parts.scheme == 'https' else 80)}"
+    return Engine(f"{parts.scheme}://{label}{parts.path.rstrip('/')}", role, label)
+
+
+class Fleet:
+    """The configured prefill and decode engines."""
+
+    def __init__(
+        self, prefill: Sequence[str], decode: Sequence[str], emit: Callable[[events.RouterEvent], None]
+    ) -> None:
+        """`prefill`, `decode`: URLs; there must be at least one decode engine. Raises EngineAddressError."""
+        self.prefill = [engine_from_url(url, Role.PREFILL) for url in prefill]
+        self.decode = [engine_from_url(url, Role.DECODE) for url in decode]
+        if not self.decode:
+            raise EngineAddressError("no decode engine: give at least one --decode URL")
+        if not self.prefill:
+            raise EngineAddressError("no prefill engine: give at least one --prefill URL")
+        for engines in (self.prefill, self.decode):
+            labels = [engine.label for engine in engines]
+            for label in labels:
+                if labels.count(label) > 1:
+                    raise EngineAddressError(f"engine {label} is given twice in the same role")
+        self._emit = emit
+        self._by_label = {engine.label: engine for engine in self.decode}
+        for engine in self.engines():
+            emit(events.EngineState(engine.label, engine.role, True))
+
+    def engines(self) -> Iterable[Engine]:
+        """All of them."""
+        return (*self.prefill, *self.decode)
+
+    def ready(self) -> bool:
+        """Whether turns can be served at all."""
+        return any(engine.up for engine in self.decode)
+
+    def pick(self, role: Role, *, prefer: str | None = None, exclude: Iterable[Engine] = ()) -> Engine | None:
+        """An engine that is up: the preferred one (by label) if it is, else the least busy; None if none is."""
+        engines = self.prefill if role is Role.PREFILL else self.decode
+        usable = [engine for engine in engines if engine.up and engine not in exclude]
+        for engine in usable:
+            if engine.label == prefer:
+                return engine
+        return min(usable, key=lambda engine: engine.in_flight, default=None)
+
+    def holds(self, label: str, incarnation: str) -> bool:
+        """Whether the decode engine `label` can still be that incarnation, as far as the router knows."""
+        engine = self._by_label.get(label)
+        if engine is None or not engine.up or incarnation in engine.lost:
+            return False
+        return engine.incarnation is None or engine.incarnation == incarnation
+
+    def saw_incarnation(self, engine: Engine, incarnation: str) -> None:
+        """An answer of `engine` named its engine id."""
+        if incarnation == engine.incarnation or incarnation in engine.lost:
+            return
+        previous, engine.incarnation = engine.incarnation, incarnation
+        if previous is not None:
+            engine.lost = engine.lost | {previous}
+            self._emit(events.EngineRestarted(engine.label, engine.role))
+
+    def went_down(self, engine: Engine) -> None:
+        """`engine` does not answer."""
+        if engine.up:
+            engine.up = False
+            self._emit(events.EngineState(engine.label, engine.role, False))
+
+    def came_up(self, engine: Engine) -> None:
+        """`engine` answers."""
+        engine.failed_probes = 0
+        if not engine.up:
+            engine.up = True
+            self._emit(events.EngineState(engine.label, engine.role, True))
+
+    async def watch(self, session: aiohttp.ClientSession) -> None:
+        """Probe every engine's `/health` until cancelled."""
+        while True:
+            await asyncio.gather(*(self._probe(session, engine) for engine in self.engines()))
+            await asyncio.sleep(PROBE_INTERVAL_S)
+
+    async def _probe(self, session: aiohttp.ClientSession, engine: Engine) -> None:
+        try:
+            async with session.get(
+                f"{engine.url}/health", timeout=aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
+            ) as answer:
+                healthy = answer.status < 500
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            healthy = False
+        if healthy:
+            self.came_up(engine)
+            return
+        engine.failed_probes += 1
+        if engine.failed_probes >= PROBES_TO_FALL:
+            self.went_down(engine)

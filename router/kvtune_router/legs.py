@@ -1,0 +1,77 @@
+"""One request to one engine: what can come of it, in words the turn can decide on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import aiohttp
+
+from kvtune_router.answers import AnswerError, strip_document
+from kvtune_router.engines import Engine
+
+
+class Fault(Enum):
+    """Why an engine gave no HTTP answer."""
+
+    NOT_SENT = "not_sent"
+    """The connection was refused: the engine certainly did nothing."""
+    BROKEN = "broken"
+    """The connection broke, timed out, or brought no valid answer: the engine may have done anything."""
+
+
+class LegFault(Exception):
+    """A leg without a usable answer."""
+
+    def __init__(self, fault: Fault, engine: Engine, detail: str) -> None:
+        super().__init__(f"{engine.role.value} engine {engine.label}: {detail}")
+        self.fault = fault
+        self.engine = engine
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """P's answer to its leg."""
+
+    status: int
+    body: bytes
+    content_type: str
+    params: dict[str, Any] | None
+    """P's `kv_transfer_params` for D."""
+
+
+def fault_of(error: BaseException, engine: Engine) -> LegFault:
+    """Sort a client error."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return LegFault(Fault.NOT_SENT, engine, "connection refused")
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return LegFault(Fault.NOT_SENT, engine, "no connection within the time-out")
+    if isinstance(error, TimeoutError):
+        return LegFault(Fault.BROKEN, engine, "no answer within the time-out")
+    if isinstance(error, AnswerError):
+        return LegFault(Fault.BROKEN, engine, str(error))
+    return LegFault(Fault.BROKEN, engine, f"the connection broke ({type(error).__name__})")
+
+
+CLIENT_ERRORS = (aiohttp.ClientError, TimeoutError, OSError, AnswerError)
+"""What a leg can raise besides cancellation."""
+
+
+async def prefill(
+    session: aiohttp.ClientSession, engine: Engine, path: str, body: bytes, headers: Mapping[str, str]
+) -> Prefilled:
+    """Send P's leg and read its answer. Raises LegFault."""
+    engine.in_flight += 1
+    try:
+        async with session.post(engine.url + path, data=body, headers=headers) as answer:
+            raw = await answer.read()
+            params = None
+            if answer.status < 400:
+                _, params = strip_document(raw)
+            return Prefilled(answer.status, raw, answer.content_type, params)
+    except CLIENT_ERRORS as error:
+        raise fault_of(error, engine) from None
+    finally:
+        engine.in_flight -= 1
