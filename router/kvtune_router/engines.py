@@ -29,7 +29,8 @@ class Engine:
     role: Role
     label: str
     """host:port as configured: its name in metrics and logs."""
-    up: bool = True
+    up: bool | None = None
+    """None until the first probe."""
     incarnation: str | None = None
     """The engine id of its last answer; None when unknown."""
     lost: frozenset[str] = frozenset()
@@ -74,8 +75,6 @@ class Fleet:
                     raise EngineAddressError(f"engine {label} is given twice in the same role")
         self._emit = emit
         self._by_label = {engine.label: engine for engine in self.decode}
-        for engine in self.engines():
-            emit(events.EngineState(engine.label, engine.role, True))
 
     def engines(self) -> Iterable[Engine]:
         """All of them."""
@@ -83,7 +82,7 @@ class Fleet:
 
     def ready(self) -> bool:
         """Whether turns can be served at all."""
-        return any(engine.up for engine in self.decode)
+        return any(bool(engine.up) for engine in self.decode)
 
     def pick(self, role: Role, *, prefer: str | None = None, exclude: Iterable[Engine] = ()) -> Engine | None:
         """An engine that is up: the preferred one (by label) if it is, else the least busy; None if none is."""
@@ -112,7 +111,7 @@ class Fleet:
 
     def went_down(self, engine: Engine) -> None:
         """`engine` does not answer."""
-        if engine.up:
+        if engine.up is not False:
             engine.up = False
             self._emit(events.EngineState(engine.label, engine.role, False))
 
@@ -124,10 +123,14 @@ class Fleet:
             self._emit(events.EngineState(engine.label, engine.role, True))
 
     async def watch(self, session: aiohttp.ClientSession) -> None:
-        """Probe every engine's `/health` until cancelled."""
+        """Probe every engine until cancelled."""
         while True:
-            await asyncio.gather(*(self._probe(session, engine) for engine in self.engines()))
             await asyncio.sleep(PROBE_INTERVAL_S)
+            await self.probe(session)
+
+    async def probe(self, session: aiohttp.ClientSession) -> None:
+        """Ask every engine's `/health` once."""
+        await asyncio.gather(*(self._probe(session, engine) for engine in self.engines()))
 
     async def _probe(self, session: aiohttp.ClientSession, engine: Engine) -> None:
         try:
@@ -141,5 +144,5 @@ class Fleet:
             self.came_up(engine)
             return
         engine.failed_probes += 1
-        if engine.failed_probes >= PROBES_TO_FALL:
+        if engine.up is None or engine.failed_probes >= PROBES_TO_FALL:
             self.went_down(engine)

@@ -98,6 +98,7 @@ class Router:
             tracing=self.tracing,
             clock=self.clock,
         )
+        await self.fleet.probe(self._session)
         try:
             self.metrics_port = await self._listen(
                 self._admin_app(), self.config.metrics_host, self.config.metrics_port, "--metrics-port"
@@ -233,7 +234,7 @@ class Router:
 
     async def _ready(self, _: web.Request) -> web.Response:
         engines = {
-            role: {engine.label: engine.up for engine in engines}
+            role: {engine.label: bool(engine.up) for engine in engines}
             for role, engines in (("prefill", self.fleet.prefill), ("decode", self.fleet.decode))
         }
         ready = self.fleet.ready()
