@@ -33,10 +33,14 @@ def _main(
 
 
 def _register() -> None:
-    from kvtune_cli import metrics, router
+    from kvtune_cli import bench, demo, metrics, router
 
-    app.command("metrics")(metrics.metrics)
+    app.command("demo")(demo.demo)
     app.command("router")(router.router)
+    app.command("metrics")(metrics.metrics)
+    benchmarks = typer.Typer(help="Simulated engines and measurements.", no_args_is_help=True, rich_markup_mode=None)
+    benchmarks.command("engine")(bench.engine)
+    app.add_typer(benchmarks, name="bench")
 
 
 _register()

@@ -1,0 +1,340 @@
+"""The demo: engines and router as processes, real conversations through them, then advice from what was scraped."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+from kvtune_connector.policy import DEFAULT_THRESHOLD_TOKENS, DEFAULT_TTL_S
+from kvtune_telemetry.clock import ScaledClock
+from kvtune_tuning import api, recording
+
+from kvtune_bench import figures
+from kvtune_bench.calibration import Calibration, calibration, to_dict
+from kvtune_bench.demo_progress import Progress, live_progress
+from kvtune_bench.load import LoadSettings, TurnRecord, replay
+from kvtune_bench.process import ChildProcess
+from kvtune_bench.traces import load_trace, plan
+
+SCHEMA = "kvtune.demo/1"
+SCRAPE_INTERVAL_S = 30.0
+"""Model seconds between scrapes."""
+_POLL_WALL_S = 1.0
+SETTLE_S = 2.0
+"""Model seconds after the last answer until the books are read: hand-overs finish."""
+
+
+class DemoError(RuntimeError):
+    """The demo could not run; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoSettings:
+    """What to run. Times in model seconds."""
+
+    model: str = "qwen3-32b"
+    """A calibration preset or file."""
+    prefill: int = 1
+    decode: int = 1
+    ttl_s: float = DEFAULT_TTL_S
+    threshold_tokens: int = DEFAULT_THRESHOLD_TOKENS
+    pool_tokens: int | None = None
+    """KV pool of each engine; None: the calibration's."""
+    prefill_cache: bool = False
+    """P's own prefix cache; off as in the published benchmark."""
+    conversations: int = 34
+    """Conversations at once."""
+    duration_s: float = 1500.0
+    time_scale: float = 20.0
+    """Model seconds in a wall second."""
+    holdout: float = 0.25
+    """Share of conversations served without reuse, to compare with."""
+    seed: int = 1
+    trace: Path | None = None
+    """Conversations to replay; None: the packaged sample."""
+
+    def __post_init__(self) -> None:
+        for name, low in (("prefill", 1), ("decode", 1), ("conversations", 1)):
+            if getattr(self, name) < low:
+                raise DemoError(f"--{name} must be at least {low}, got {getattr(self, name)}")
+        for name in ("duration_s", "time_scale", "ttl_s"):
+            if not getattr(self, name) > 0:
+                raise DemoError(f"--{name.removesuffix('_s').replace('_', '-')} must be positive")
+        if not 0 <= self.holdout < 1:
+            raise DemoError(f"--holdout is a share from 0 to below 1, got {self.holdout}")
+
+
+@dataclass(slots=True)
+class _Fleet:
+    prefill: list[ChildProcess] = field(default_factory=list)
+    decode: list[ChildProcess] = field(default_factory=list)
+    router_url: str = ""
+    metrics_url: str = ""
+
+    def engine_urls(self, children: list[ChildProcess]) -> list[str]:
+        return [child.ready.split()[1] for child in children]
+
+    def targets(self) -> list[str]:
+        return [self.metrics_url, *(url + "/metrics" for url in self.engine_urls([*self.prefill, *self.decode]))]
+
+
+def statement(model: Calibration, settings: DemoSettings) -> str:
+    """What is simulated, in plain words."""
+    return (
+        f"The engines are simulated: no GPU and no model ran. Their times follow a calibration of {model.name} "
+        f"({model.source}). Time is compressed {settings.time_scale:g} times; all seconds are model seconds. "
+        "The router, the decisions, the fingerprints, the metrics and the advice are the code that ships."
+    )
+
+
+async def run_demo(settings: DemoSettings, out: Path) -> dict[str, Any]:
+    """Run the demo and return its result (`report.render_report` takes it). Leaves snapshots and logs in `out`.
+
+    Raises DemoError, TraceError, CalibrationError, ProcessError. Whatever happens, no process is left behind.
+    """
+    model = calibration(settings.model)
+    conversations = load_trace(settings.trace)
+    plans = plan(conversations, context_limit=model.context_tokens)
+    logs, snapshots = out / "logs", out / "snapshots"
+    for directory in (logs, snapshots):
+        # Of an earlier run; its figures must not mix with this one's.
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+    async with AsyncExitStack() as stack:
+        clock = ScaledClock.starting_now(settings.time_scale)
+        fleet = await _start(stack, settings, model, clock, logs)
+        began_unix = clock.unix()
+        stop_scraping = asyncio.Event()
+        scraping = asyncio.create_task(
+            recording.record(fleet.targets(), snapshots, clock, SCRAPE_INTERVAL_S, stop_scraping)
+        )
+        stack.push_async_callback(_cancelled, scraping)
+        with live_progress(settings.duration_s, clock) as progress:
+            polling = asyncio.create_task(_poll(snapshots, progress))
+            stack.push_async_callback(_cancelled, polling)
+            records = await _replay(plans, settings, model, fleet, clock, progress, scraping)
+            polling.cancel()
+        await clock.sleep(SETTLE_S)
+        states = await _states(fleet)
+        stop_scraping.set()
+        await scraping
+        ended_s = clock.unix() - began_unix
+    return _result(settings, model, records, states, snapshots, began_unix, ended_s)
+
+
+async def _cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def _start(
+    stack: AsyncExitStack, settings: DemoSettings, model: Calibration, clock: ScaledClock, logs: Path
+) -> _Fleet:
+    fleet = _Fleet()
+    roles = ["prefill"] * settings.prefill + ["decode"] * settings.decode
+
+    async def child(name: str, *arguments: str) -> ChildProcess:
+        command = [sys.executable, "-m", "kvtune_cli", *arguments]
+        started = await ChildProcess.start(name, command, logs / f"{name}.log")
+        stack.push_async_callback(started.stop)
+        return started
+
+    async def engine(number: int, role: str) -> ChildProcess:
+        return await child(
+            f"{role}-{number}",
+            *("bench", "engine", "--role", role, "--model", settings.model, "--time-scale", clock.spec()),
+            *("--ttl", f"{settings.ttl_s}", "--threshold", f"{settings.threshold_tokens}"),
+            *("--seed", f"{settings.seed * 100 + number}"),
+            *(("--pool-tokens", f"{settings.pool_tokens}") if settings.pool_tokens else ()),
+            "--prefix-caching" if role == "decode" or settings.prefill_cache else "--no-prefix-caching",
+        )
+
+    started = await asyncio.gather(*(engine(number, role) for number, role in enumerate(roles)), return_exceptions=True)
+    for result in started:
+        if isinstance(result, BaseException):
+            raise result
+        (fleet.prefill if result.name.startswith("prefill") else fleet.decode).append(result)
+    router = await child(
+        "router",
+        *("router", "--port", "0", "--metrics-port", "0", "--time-scale", clock.spec(), "--outcome-header"),
+        *("--ttl", f"{settings.ttl_s}", "--holdout", f"{settings.holdout}", "--log-format", "json"),
+        *(part for url in fleet.engine_urls(fleet.prefill) for part in ("--prefill", url)),
+        *(part for url in fleet.engine_urls(fleet.decode) for part in ("--decode", url)),
+    )
+    announced = orjson.loads(router.ready)
+    fleet.router_url, fleet.metrics_url = announced["ready"], announced["metrics"]
+    return fleet
+
+
+async def _replay(
+    plans: Any,
+    settings: DemoSettings,
+    model: Calibration,
+    fleet: _Fleet,
+    clock: ScaledClock,
+    progress: Progress,
+    scraping: asyncio.Task[Any],
+) -> list[TurnRecord]:
+    load = LoadSettings(
+        base_url=fleet.router_url,
+        model=model.name,
+        concurrency=settings.conversations,
+        duration_s=settings.duration_s,
+        ramp_s=min(240.0, settings.duration_s / 4),
+        seed=settings.seed,
+    )
+    playing = asyncio.create_task(replay(plans, load, clock=clock, on_turn=progress.turn))
+    try:
+        await asyncio.wait({playing, scraping}, return_when=asyncio.FIRST_COMPLETED)
+        if not playing.done():
+            # Scraping runs until it is told to stop: it can only have failed.
+            await scraping
+            raise DemoError("scraping stopped before the replay did")
+        return await playing
+    finally:
+        await _cancelled(playing)
+
+
+async def _poll(snapshots: Path, progress: Progress) -> None:
+    """Show the tokens D retains, from the newest snapshots."""
+    while True:
+        await asyncio.sleep(_POLL_WALL_S)
+        progress.retained(await asyncio.to_thread(_retained_now, snapshots))
+
+
+def _retained_now(snapshots: Path) -> float:
+    newest: dict[str, Path] = {}
+    for path in sorted(snapshots.glob("*.prom")):
+        newest[path.stem.split("-", 1)[1]] = path
+    total = 0.0
+    for path in newest.values():
+        for line in path.read_text().splitlines():
+            if line.startswith("kvtune_retained_tokens{") and 'role="decode"' in line:
+                total += float(line.rsplit(" ", 1)[1])
+    return total
+
+
+async def _states(fleet: _Fleet) -> list[dict[str, Any]]:
+    """What each engine says of itself at the end."""
+    import aiohttp
+
+    states = []
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10.0)) as session:
+            for url in fleet.engine_urls([*fleet.prefill, *fleet.decode]):
+                async with session.get(f"{url}/sim/state") as answer:
+                    states.append(orjson.loads(await answer.read()))
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise DemoError(f"an engine is gone before the end ({type(error).__name__}); see the logs") from None
+    return states
+
+
+def _scrapes(snapshots: Path, began_unix: float) -> list[figures.Scrape]:
+    found = []
+    for path in sorted(snapshots.glob("*.prom")):
+        milliseconds, target = path.stem.split("-", 1)
+        found.append(figures.Scrape(int(milliseconds) / 1e3 - began_unix, target, path.read_text()))
+    return found
+
+
+def _result(
+    settings: DemoSettings,
+    model: Calibration,
+    records: list[TurnRecord],
+    states: list[dict[str, Any]],
+    snapshots: Path,
+    began_unix: float,
+    ended_s: float,
+) -> dict[str, Any]:
+    scrapes = _scrapes(snapshots, began_unix)
+    summary = figures.summarise(records, scrapes, duration_s=ended_s)
+    last = figures.latest(scrapes)
+    plain = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()}
+    return {
+        "schema": SCHEMA,
+        "simulated": {
+            "model": model.name,
+            "statement": statement(model, settings),
+            "calibration": to_dict(model),
+            "time_scale": settings.time_scale,
+        },
+        "settings": plain,
+        "duration_s": ended_s,
+        "turns": [record.as_dict() for record in records],
+        "figures": summary,
+        "books": books(records, last, states),
+        "suggest": api.suggest_snapshots(snapshots),
+    }
+
+
+def books(records: list[TurnRecord], last: list[figures.Series], states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Whether what client, router, P and D counted adds up. `last`: the newest exposition of every target."""
+
+    def counted(name: str, **labels: str) -> float:
+        return sum(
+            value
+            for series in last
+            for found, value in series.get(name, ())
+            if all(found.get(key) == wanted for key, wanted in labels.items())
+        )
+
+    outcomes: Counter[str] = Counter()
+    for series in last:
+        for labels, value in series.get("kvtune_turns_total", ()):
+            outcomes[labels["outcome"]] += int(value)
+    violations: Counter[str] = Counter()
+    for state in states:
+        violations.update(state["violations"])
+    reads = int(counted("kvtune_kv_reads_total", direction="d2p", role="prefill"))
+    released = int(counted("kvtune_retentions_ended_total", end="read", role="decode"))
+    received = int(counted("kvtune_references_received_total"))
+    ended = int(counted("kvtune_references_ended_total"))
+    held = int(counted("kvtune_references"))
+    checks: Mapping[str, bool] = {
+        "turns sent = turns booked": len(records) == sum(outcomes.values()),
+        "turns answered = turns sent": all(record.answered for record in records),
+        "references received = ended + held": received == ended + held,
+        "reads at P = reads released at D": reads == released,
+        "no reference read twice or late": not any(violations.values()),
+    }
+    return {
+        "turns": len(records),
+        "outcomes": dict(sorted(outcomes.items())),
+        "reads_at_prefill": reads,
+        "reads_released_at_decode": released,
+        "references": {"received": received, "ended": ended, "held": held},
+        "violations": dict(violations),
+        "checks": dict(checks),
+        "ok": all(checks.values()),
+    }
+
+
+def default_out() -> Path:
+    """Where a demo without `--out` leaves its files: a new directory under the system's temporary one."""
+    return Path(tempfile.mkdtemp(prefix="kvtune-demo-"))
+
+
+def run_to_end(settings: DemoSettings, out: Path) -> dict[str, Any]:
+    """`run_demo`, ended cleanly by Ctrl-C or SIGTERM (then KeyboardInterrupt is raised)."""
+
+    async def main() -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        task = asyncio.ensure_future(run_demo(settings, out))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+    return asyncio.run(main())

@@ -1,0 +1,110 @@
+"""Child processes that say when they are ready, log to a file, and never outlive their parent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 10.0
+_LOG_TAIL_LINES = 12
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+class ProcessError(RuntimeError):
+    """A child did not come up; the message holds the end of its log."""
+
+
+def _die_with_parent() -> None:
+    # Between fork and exec: nothing but the one system call.
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class ChildProcess:
+    """A started child. `ready` is the first line it printed on stdout."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, ready: str, log: Path) -> None:
+        self.name = name
+        self.ready = ready
+        self.log = log
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, None while it runs."""
+        return self._process.returncode
+
+    @classmethod
+    async def start(cls, name: str, command: Sequence[str], log: Path) -> ChildProcess:
+        """Start `command`, its stderr appended to `log`, and wait for its first line. Raises ProcessError.
+
+        The child has a session of its own: a Ctrl-C reaches the parent only, which then stops its children in order.
+        """
+        with log.open("ab") as stream:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=stream,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                line = (await process.stdout.readline()).decode(errors="replace").strip()
+        except TimeoutError:
+            await _kill(process)
+            raise ProcessError(f"{name} was not ready within {START_TIMEOUT_S:g} s; {_tail(log)}") from None
+        except BaseException:
+            await _kill(process)
+            raise
+        if not line:
+            status = await process.wait()
+            raise ProcessError(f"{name} stopped with status {status}; {_tail(log)}")
+        return cls(name, process, line, log)
+
+    async def stop(self) -> int:
+        """Ask it to stop; kill it when it does not. Returns its exit status."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    return await self._process.wait()
+            except TimeoutError:
+                pass
+        return await _kill(self._process)
+
+    async def kill(self) -> int:
+        """Kill it at once, as a crash would. Returns its exit status."""
+        return await _kill(self._process)
+
+
+async def _kill(process: asyncio.subprocess.Process) -> int:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    return await process.wait()
+
+
+def _tail(log: Path) -> str:
+    try:
+        lines = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+    except OSError:
+        lines = []
+    return "its log ends:\n  " + "\n  ".join(lines) if lines else f"its log {log} is empty"

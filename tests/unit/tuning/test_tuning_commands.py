@@ -1,0 +1,207 @@
+"""`kvtune suggest` and `kvtune record` as commands: what goes where, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import jsonschema
+import pytest
+import typer
+import yaml
+from kvtune_cli.record import record
+from kvtune_cli.suggest import suggest
+from kvtune_tuning.document import schema
+from kvtune_tuning.errors import UsageError
+from kvtune_tuning.run import seconds
+from typer.testing import CliRunner
+
+Snapshots = Callable[..., Path]
+app = typer.Typer()
+app.command()(suggest)
+app.command()(record)
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(scope="module")
+def pressed(snapshots: Snapshots) -> str:
+    return str(snapshots(pool=1_500_000, interval=120.0))
+
+
+@pytest.fixture
+def target() -> Iterator[str]:
+    """A live target whose counters grow."""
+
+    class Page(BaseHTTPRequestHandler):
+        count = 0
+
+        def do_GET(self) -> None:
+            Page.count += 1
+            body = f'kvtune_turns_total{{outcome="hit"}} {Page.count}\nkvtune_turn_ends_total {Page.count}\n'.encode()
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Page)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_json_is_all_there_is_on_stdout(pressed: str) -> None:
+    code, out, err = run("suggest", "--snapshot", pressed, "--format", "json")
+    document = json.loads(out)
+    jsonschema.validate(document, schema())
+    assert code == 0 and err == ""
+    assert document["source"] == {"kind": "snapshot", "where": [pressed]}
+
+
+def test_yaml_is_the_same_document(pressed: str) -> None:
+    _, as_json, _ = run("suggest", "--snapshot", pressed, "--format", "json")
+    code, as_yaml, _ = run("suggest", "--snapshot", pressed, "--format", "yaml")
+    assert code == 0 and yaml.safe_load(as_yaml) == json.loads(as_json)
+
+
+def test_the_table_and_its_explanation(pressed: str) -> None:
+    code, out, err = run("suggest", "--snapshot", pressed)
+    assert code == 0 and err == "" and "CHANGE" in out and "rollback" in out and "Campbell" not in out
+    code, out, _ = run("suggest", "--snapshot", pressed, "--explain", "--window", "50m")
+    assert code == 0 and "Campbell" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_exit_code_4_only_when_asked_for(pressed: str) -> None:
+    assert run("suggest", "--snapshot", pressed)[0] == 0
+    assert run("suggest", "--snapshot", pressed, "--exit-code")[0] == 4
+
+
+def test_exit_code_3_when_nothing_can_be_said(snapshots: Snapshots) -> None:
+    quiet = str(snapshots(conversations_per_s=0.0, duration=600.0, interval=60.0))
+    assert run("suggest", "--snapshot", quiet)[0] == 3
+    code, out, _ = run("suggest", "--snapshot", quiet, "--format", "json")
+    assert code == 3 and json.loads(out)["recommendations"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "error"),
+    [
+        ((), 2, "one_source"),
+        (("--snapshot", "x", "--scrape", "h:1"), 2, "one_source"),
+        (("--snapshot", "/nonexistent"), 1, "no_such_directory"),
+        (("--snapshot", "/nonexistent", "--window", "soon"), 2, "bad_duration"),
+        (("--scrape", "ftp://h"), 2, "bad_url"),
+        (("--scrape", "127.0.0.1:1"), 1, "unreachable"),
+        (("--scrape", "127.0.0.1:1", "--interval", "0"), 2, "bad_duration"),
+        (("--scrape", "127.0.0.1:1", "--duration=-5s"), 2, "bad_duration"),
+        (("--prometheus", "http://127.0.0.1:1"), 1, "unreachable"),
+        (("--prometheus", "ftp://h"), 2, "bad_url"),
+    ],
+)
+def test_failures_are_json_too(arguments: tuple[str, ...], code: int, error: str) -> None:
+    got, out, err = run("suggest", "--format", "json", *arguments)
+    document = json.loads(out)
+    jsonschema.validate(document, schema())
+    assert (got, document["error"]["code"]) == (code, error)
+    assert "Traceback" not in err
+    got, out, err = run("suggest", *arguments)
+    assert got == code and out == "" and error in err and document["error"]["hint"].split()[0] in err
+
+
+def test_an_unknown_format_is_a_usage_error(pressed: str) -> None:
+    code, out, err = run("suggest", "--snapshot", pressed, "--format", "xml")
+    assert code == 2 and out == "" and "bad_format" in err
+
+
+def test_secrets_in_addresses_are_not_printed() -> None:
+    _, out, err = run("suggest", "--prometheus", "http://me:hunter2@127.0.0.1:1", "--format", "json")
+    assert "hunter2" not in out + err
+    _, out, err = run("suggest", "--scrape", "http://me:hunter2@127.0.0.1:1", "--format", "json")
+    assert "hunter2" not in out + err
+
+
+def test_live_scrapes_report_progress_on_stderr(target: str) -> None:
+    code, out, err = run("suggest", "--scrape", target, "--interval", "200ms", "--duration", "1s", "--format", "json")
+    document = json.loads(out)
+    jsonschema.validate(document, schema())
+    assert code == 3 and "scraping 1 target" in err
+    assert document["evidence"]["scrapes"] >= 4 and document["evidence"]["turns"] >= 3
+
+
+def test_recorded_snapshots_can_be_read(target: str, tmp_path: Path) -> None:
+    out_dir = tmp_path / "snaps"
+    code, out, err = run("record", "--scrape", target, "--out", str(out_dir), "--interval", "200ms", "--duration", "1s")
+    assert code == 0 and "snapshots of 1 target(s)" in out and "recording" in err
+    files = sorted(out_dir.iterdir())
+    assert len(files) >= 4
+    assert all(f.name.endswith(f"-{target.replace(':', '_')}.prom") for f in files)
+    code, out, _ = run("suggest", "--snapshot", str(out_dir), "--format", "json")
+    assert code == 3 and json.loads(out)["evidence"]["scrapes"] == len(files)
+
+
+def test_record_says_what_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, out, err = run("record", "--scrape", "127.0.0.1:1", "--out", str(tmp_path / "file"))
+    assert code == 1 and out == "" and "cannot_write" in err
+    code, out, err = run("record", "--scrape", "127.0.0.1:1", "--out", str(tmp_path / "d"), "--format", "json")
+    assert code == 1 and json.loads(out)["error"]["code"] == "unreachable"
+    assert run("record", "--scrape", "h:1", "--out", str(tmp_path / "d"), "--interval", "never")[0] == 2
+    assert run("record", "--out", str(tmp_path / "d"))[0] == 2
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_recording_cleanly(target: str, tmp_path: Path, sig: signal.Signals) -> None:
+    program = "import typer; from kvtune_cli.record import record; typer.run(record)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "--scrape", target, "--out", str(tmp_path), "--interval", "60s"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"},
+    )  # fmt: skip
+    deadline = time.monotonic() + 20
+    while not list(tmp_path.glob("*.prom")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(sig)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 0, err
+    assert "2 snapshots" in out, "the last round is taken at the end"
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("90", 90), ("90s", 90), ("1h30m", 5400), ("500ms", 0.5), ("7d", 604800), (" 2m ", 120), ("1.5h", 5400)],
+)
+def test_durations(text: str, value: float) -> None:
+    assert seconds(text, "--window") == value
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1x", "h", "1h 30m x", "1e3", "nan", "99999999d"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(UsageError):
+        seconds(text, "--window")
+
+
+def test_importing_the_commands_is_cheap() -> None:
+    program = (
+        "import sys, kvtune_cli.suggest, kvtune_cli.record;"
+        "print([m for m in ('numpy', 'pandas', 'httpx', 'prometheus_client', 'rich.table') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    heavy = set(json.loads(done.stdout.replace("'", '"')))
+    assert not heavy & {"numpy", "pandas", "httpx", "prometheus_client"}

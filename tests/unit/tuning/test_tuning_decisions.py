@@ -1,0 +1,383 @@
+"""The two decisions and the estimators under them, as pure functions: properties and every way to refuse."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from kvtune_telemetry.buckets import GAP_SECONDS, SIZE_EDGES, size_label
+from kvtune_tuning import threshold, ttl
+from kvtune_tuning.gaps import GapCurves, Survival, mean_held, survival
+from kvtune_tuning.lines import Arm, CostPoint, Line, fit, theil_sen, weighted_median
+from kvtune_tuning.series import Collector, Series
+
+EDGES = np.array((0.0, *GAP_SECONDS))
+
+
+def exponential(mean: float, never: float = 0.05) -> GapCurves:
+    curve = Survival(EDGES, never + (1 - never) * np.exp(-EDGES / mean))
+    return GapCurves(curve, curve, curve, 5000.0, np.full(len(GAP_SECONDS), 5000.0))
+
+
+def inputs(**changes: object) -> ttl.TtlInputs:
+    base = ttl.TtlInputs(
+        current_s=480.0,
+        margin_s=5.0,
+        conversations=100.0,
+        window_s=3600.0,
+        ends=5000.0,
+        curves=exponential(60.0),
+        token_rate=40_000.0,
+        token_squared_rate=40_000.0 * 40_000.0,
+        mean_tokens=40_000.0,
+        pool_tokens=50_000_000.0,
+        usage_p99=0.3,
+        active_mean=100_000.0,
+        active_variance=1e8,
+        starved=False,
+        kappa=1.0,
+        saving_s_per_token=22e-6,
+        useful=1.0,
+        ttft_followup_s=0.5,
+    )
+    return replace(base, **changes)
+
+
+# --- survival -------------------------------------------------------------------------------------------------------
+
+
+def test_survival_of_uncensored_counts_is_one_minus_their_cumulative_share() -> None:
+    edges = np.array([1.0, 10.0, 100.0])
+    curve, exposure = survival(edges, np.array([500.0, 300.0, 100.0]), lambda g: np.full(len(g), 1000.0))
+    assert curve.values == pytest.approx([1.0, 0.5, 0.2, 0.1])
+    assert exposure == pytest.approx([1000.0] * 3)
+
+
+def test_survival_divides_by_the_turns_that_could_have_returned() -> None:
+    """A process that has run for 100 s at one turn a second: only half of its turns are 50 s old."""
+    edges = np.array([10.0, 50.0, 90.0])
+    exposure = lambda g: np.maximum(0.0, 100.0 - g)  # noqa: E731
+    counts = np.array([0.3 * 95.0, 0.2 * 70.0, 0.1 * 30.0])
+    curve, _ = survival(edges, counts, exposure, observed=3)
+    assert curve.values == pytest.approx([1.0, 0.7, 0.5, 0.4])
+
+
+def test_buckets_without_exposure_are_not_observed() -> None:
+    edges = np.array([10.0, 50.0, 90.0, 200.0])
+    curve, _ = survival(edges, np.zeros(4), lambda g: np.maximum(0.0, 100.0 - g))
+    assert curve.horizon_s == 50.0
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=2, max_size=8), st.floats(0.0, 500.0))
+def test_the_integral_of_survival_is_bounded_and_monotone(drops: list[float], at: float) -> None:
+    values = np.cumprod([1.0, *(1.0 - d for d in drops)])
+    curve = Survival(np.arange(len(values)) * 20.0, values)
+    whole = float(curve.integral(np.array([at]))[0])
+    assert 0.0 <= whole <= at + 1e-9
+    assert whole >= at * values[-1] - 1e-9
+    steps = curve.integral(np.linspace(0.0, at, 20))
+    assert (np.diff(steps) >= -1e-9).all()
+    dense = np.linspace(0.0, at, 4001)
+    assert whole == pytest.approx(float(np.trapezoid(curve.at(dense), dense)), rel=0.02, abs=0.5)
+
+
+def test_the_integral_of_an_exponential_is_exact() -> None:
+    curve = exponential(60.0, never=0.0).tokens
+    assert curve.integral(np.array([120.0]))[0] == pytest.approx(60.0 * (1 - math.exp(-2)), rel=1e-6)
+
+
+def test_retention_that_is_still_filling_is_predicted_from_what_has_ended() -> None:
+    """1000 tokens/s since t = 0 and nobody returns: 60 s later 60,000 tokens are held, later on TTL times rate."""
+    curve = Survival(EDGES, np.ones(len(EDGES)))
+    held = mean_held(curve, lambda t: np.maximum(0.0, t) * 1000.0, np.array([60.0, 1000.0]), 480.0)
+    assert held == pytest.approx([60_000.0, 480_000.0], rel=1e-9)
+
+
+# --- counters -------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.integers(0, 1000), min_size=3, max_size=20),
+    st.integers(1, 18),
+)
+def test_a_reset_changes_no_increase(steps: list[int], where: int) -> None:
+    where = min(where, len(steps) - 1)
+    times = np.arange(len(steps) + 1, dtype=float)
+    plain = np.concatenate(([0.0], np.cumsum(steps))).astype(float)
+    reset = plain.copy()
+    reset[where + 1 :] -= plain[where]
+    assume(reset[where + 1] < reset[where] or reset[where] == 0)
+    whole = Series("a_total", frozenset(), "t", times, plain)
+    again = Series("a_total", frozenset(), "t", times, reset)
+    assert again.increase() == pytest.approx(whole.increase())
+
+
+def test_a_child_born_in_the_window_counts_from_zero() -> None:
+    collector = Collector()
+    collector.scraped("t", 1.0, [("a_total", frozenset(), 5.0)])
+    collector.scraped("t", 2.0, [("a_total", frozenset(), 6.0), ("b_total", frozenset(), 4.0), ("g", frozenset(), 9.0)])
+    series = collector.collected()
+    assert series.increase("a_total") == 1.0 and series.increase("b_total") == 4.0
+    assert series.named("g")[0].times.tolist() == [2.0], "a gauge has no zero before its birth"
+    assert series.increase("c_total") is None, "what does not exist is not zero"
+
+
+# --- TTL ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_memory_form_is_little_and_campbell() -> None:
+    one = inputs(active_mean=0.0, active_variance=0.0, kappa=2.0, curves=exponential(60.0, 0.0))
+    mean, variance = ttl.pinned(one, np.array([120.0]))
+    held = 60 * (1 - math.exp(-2))
+    assert mean[0] == pytest.approx(2 * 40_000 * held, rel=1e-6)
+    assert variance[0] == pytest.approx(2 * 40_000.0**2 * held, rel=1e-6)
+    fits = ttl.memory_ttl(replace(one, pool_tokens=6_000_000.0))
+    at = ttl.filled(one, np.array([fits, fits + 5]))
+    assert at[0] <= 5_400_000 < at[1]
+
+
+def test_the_value_form_stops_at_the_break_even_hazard() -> None:
+    """With a constant hazard 1/60 a turn is worth holding for ever if the break-even exceeds 60 s, else not at all."""
+    patient = ttl.advise(inputs(saving_s_per_token=1e-3, curves=exponential(60.0, 0.0)))
+    assert patient.value_s is not None and patient.value_s > 300
+    poor = inputs(saving_s_per_token=1e-9, curves=exponential(60.0, 0.0))
+    assert ttl.advise(poor).value_s == 5.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(2.0, 300.0), st.floats(1.0, 3.0), st.floats(20.0, 1000.0))
+def test_longer_gaps_never_shorten_the_ttl_of_a_slack_pool(mean: float, longer: float, current: float) -> None:
+    slack = inputs(pool_tokens=1e12, saving_s_per_token=1e-3, current_s=current)
+    first = ttl.advise(replace(slack, curves=exponential(mean)))
+    second = ttl.advise(replace(slack, curves=exponential(mean * longer)))
+    assert first.recommended is not None and second.recommended is not None
+    assert second.recommended >= first.recommended - 5.0
+    assert first.recommended >= current and second.recommended >= current
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.floats(5.0, 300.0), st.floats(5e5, 1e9), st.floats(0.0, 1.0), st.booleans(), st.floats(6.0, 2000.0),
+    st.one_of(st.none(), st.floats(-1e-4, 1e-3)), st.floats(0.0, 1.0),
+)  # fmt: skip
+def test_ttl_advice_keeps_its_rules(
+    mean: float, pool: float, usage: float, starved: bool, current: float, saving: float | None, useful: float
+) -> None:
+    one = inputs(
+        curves=exponential(mean), pool_tokens=pool, usage_p99=usage, starved=starved, current_s=current,
+        saving_s_per_token=saving, useful=useful,
+    )  # fmt: skip
+    advice = ttl.advise(one)
+    assert advice.status in ("change", "keep", "off")
+    assert advice.reason and advice.reason_code
+    if advice.status == "keep":
+        assert advice.recommended == current
+    if advice.status == "change":
+        assert advice.recommended is not None
+        assert ttl.MIN_TTL_S <= advice.recommended <= ttl.MAX_TTL_S and advice.recommended % 5 == 0
+        assert abs(advice.recommended - current) >= 0.15 * current
+        assert advice.recommended > current or ttl.under_pressure(one), "lowered without pressure"
+        assert {current, advice.recommended} <= {row.value for row in advice.rows}
+    if advice.status == "off":
+        assert ttl.under_pressure(one)
+    values = [row.value for row in advice.rows]
+    assert values == sorted(values)
+    for a, b in zip(advice.rows, advice.rows[1:], strict=False):
+        assert b.hit_ratio >= a.hit_ratio and b.pinned_tokens_mean >= a.pinned_tokens_mean
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "code"),
+    [
+        ({"conversations": 9.0}, "insufficient", "too_few_gaps"),
+        ({"pool_tokens": None}, "insufficient", "missing_series"),
+        ({"usage_p99": None}, "insufficient", "missing_series"),
+        ({"active_mean": None}, "insufficient", "missing_series"),
+        ({}, "keep", "pool_slack"),
+        ({"pool_tokens": 4_000_000.0, "usage_p99": 0.5}, "keep", "no_pressure_observed"),
+        ({"usage_p99": 0.99, "current_s": 60.0, "curves": exponential(200.0, 0.0), "saving_s_per_token": None},
+         "keep", "pressure_not_from_retention"),
+        ({"usage_p99": 0.95, "pool_tokens": 5_000_000.0}, "change", "pool_pressure"),
+        ({"starved": True, "pool_tokens": 5_000_000.0}, "change", "pool_pressure"),
+        ({"starved": True, "pool_tokens": 5_000_000.0, "saving_s_per_token": -1e-6}, "off", "does_not_pay"),
+        ({"current_s": 30.0}, "change", "late_returns"),
+        ({"current_s": 260.0, "saving_s_per_token": 1.0}, "keep", "gain_too_small"),
+        ({"curves": exponential(60.0, 0.999)}, "off", "nobody_returns"),
+    ],
+)  # fmt: skip
+def test_every_ttl_answer(changes: dict[str, object], status: str, code: str) -> None:
+    advice = ttl.advise(inputs(**changes))
+    assert (advice.status, advice.reason_code) == (status, code), advice.reason
+
+
+def test_pauses_shorter_than_the_ttl_do_not_shorten_it_while_longer_ones_could_not_be_seen() -> None:
+    young = exponential(20.0, 0.2)
+    cut = {
+        name: Survival(getattr(young, name).edges[:13], getattr(young, name).values[:13])
+        for name in ("turns", "tokens", "tokens_squared")
+    }
+    curves = replace(young, **cut, exposure=young.exposure[:12])
+    assert curves.horizon_s == 60.0
+    short = inputs(curves=curves, usage_p99=0.99, pool_tokens=40_000_000.0, saving_s_per_token=None)
+    assert ttl.advise(short).reason_code == "pressure_not_from_retention"
+    assert [row.bound for row in ttl.advise(short).rows if row.value > 65] and ttl.row(short, 480.0).bound
+
+
+def test_retry_after_follows_the_slower_count() -> None:
+    few = inputs(conversations=10.0, curves=replace(exponential(60.0), returned=50.0))
+    assert ttl.advise(few).retry_after_s == pytest.approx(9 * 3600.0)
+
+
+def test_no_interval_from_few_conversations() -> None:
+    tight = {"usage_p99": 0.95, "pool_tokens": 3_400_000.0}
+    assert ttl.advise(inputs(**tight, conversations=49.0)).interval is None
+    many = ttl.advise(inputs(**tight))
+    assert many.interval is not None and many.recommended is not None
+    assert many.interval[0] <= many.recommended <= many.interval[1]
+    assert ttl.advise(inputs(**tight)) == many, "the same inputs give the same interval"
+
+
+# --- lines and threshold --------------------------------------------------------------------------------------------
+
+
+def arm(line: Line, low: float, high: float, n: int = 400, noise: float = 0.15, seed: int = 1) -> tuple[CostPoint, ...]:
+    """Points as the counters give them: class means in 20 stretches of log-uniform sizes, with outliers."""
+    rng = np.random.default_rng(seed)
+    sizes = np.exp(rng.uniform(math.log(low), math.log(high), n)).round()
+    costs = np.maximum(1e-6, (line.intercept + line.slope * sizes)) * rng.lognormal(0, noise, n)
+    costs = np.where(rng.random(n) < (0.02 if noise else 0.0), costs * 4, costs)
+    sums: dict[tuple[int, str], list[float]] = {}
+    for i in range(n):
+        entry = sums.setdefault((i * 20 // n, size_label(int(sizes[i]))), [0.0, 0.0, 0.0])
+        entry[0] += 1
+        entry[1] += sizes[i]
+        entry[2] += costs[i]
+    return tuple(CostPoint(k, s, v[1] / v[0], v[2] / v[0], v[0]) for (k, s), v in sums.items())
+
+
+def fetched(low: float, high: float, count: float = 400.0) -> tuple[threshold.Sizes, ...]:
+    found = []
+    for a, b in zip((1, *SIZE_EDGES), (*SIZE_EDGES, 10**6), strict=True):
+        bottom, top = max(a, low), min(b, high)
+        if bottom < top:
+            share = math.log(top / bottom) / math.log(high / low)
+            found.append(threshold.Sizes(bottom, top, (top - bottom) / math.log(top / bottom), share * count))
+    return tuple(found)
+
+
+RECOMPUTE = Line(0.0993, 26.9e-6)
+FETCH = Line(0.0209, 4.55e-6)
+TRUTH = 0.0209 / (26.9e-6 - 4.55e-6)
+
+
+def case(**changes: object) -> threshold.ThresholdInputs:
+    base = threshold.ThresholdInputs(
+        current=64.0,
+        window_s=3600.0,
+        fetch=arm(FETCH, 64, 16_000, seed=2),
+        recompute=arm(RECOMPUTE, 32, 32_000, seed=3),
+        fetched=fetched(64, 4096),
+        below=None,
+        ttft_followup_s=0.15,
+    )
+    return replace(base, **changes)
+
+
+def test_noise_free_lines_are_found_exactly() -> None:
+    for line in (RECOMPUTE, FETCH):
+        found = fit(Arm.of(arm(line, 32, 32_000, noise=0.0)))
+        assert found.intercept == pytest.approx(line.intercept, rel=1e-6)
+        assert found.slope == pytest.approx(line.slope, rel=1e-6)
+
+
+def test_a_weighted_median_is_the_point_of_half_the_weight() -> None:
+    assert weighted_median(np.array([3.0, 1.0, 2.0]), np.array([1.0, 1.0, 1.0])) == 2.0
+    assert weighted_median(np.array([1.0, 10.0]), np.array([9.0, 1.0])) == 1.0
+
+
+def test_theil_sen_ignores_an_outlier() -> None:
+    n = np.array([100.0, 200.0, 400.0, 800.0, 1600.0, 3200.0, 6400.0])
+    s = 0.02 + 1e-5 * n
+    s[3] *= 10
+    line = theil_sen(n, s, np.ones(len(n)))
+    assert line.slope == pytest.approx(1e-5, rel=1e-6) and line.intercept == pytest.approx(0.02, rel=1e-6)
+
+
+def test_the_crossing_is_recovered_from_noisy_costs() -> None:
+    found = [
+        threshold.advise(case(fetch=arm(FETCH, 64, 16_000, seed=s), recompute=arm(RECOMPUTE, 32, 32_000, seed=s + 100)))
+        for s in range(5)
+    ]
+    for advice in found:
+        assert advice.status == "change" and advice.crossing == pytest.approx(TRUTH, rel=0.25)
+        assert advice.interval is not None and advice.interval[0] <= TRUTH <= advice.interval[1]
+        lines = (RECOMPUTE, FETCH)
+        cost, _ = threshold.path_cost(case(), *lines, np.array([float(advice.recommended or 0), TRUTH]))
+        assert cost[0] - cost[1] < 0.001, "regret below 1 ms a turn"
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.floats(0.1, 1.0), st.integers(0, 5))
+def test_a_faster_link_never_raises_the_crossing(faster: float, seed: int) -> None:
+    slow = arm(FETCH, 64, 16_000, seed=seed)
+    quick = tuple(replace(p, seconds=p.seconds * faster) for p in slow)
+    recompute = fit(Arm.of(arm(RECOMPUTE, 32, 32_000, seed=9)))
+    a, b = threshold.crossing(recompute, fit(Arm.of(slow))), threshold.crossing(recompute, fit(Arm.of(quick)))
+    assert b is not None and (a is None or b <= a * (1 + 1e-9))
+    first = threshold.advise(case(fetch=slow))
+    second = threshold.advise(case(fetch=quick))
+    if first.status == second.status == "change":
+        assert (second.recommended or 0) <= (first.recommended or 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "code"),
+    [
+        ({}, "change", "fetching_small_is_slow"),
+        ({"current": 928.0, "fetched": fetched(928, 8192)}, "keep", "gain_too_small"),
+        ({"current": 4096.0, "fetched": fetched(4096, 8192, 200),
+          "below": threshold.Sizes(64, 4096, 2500.0, 2000.0), "ttft_followup_s": None},
+         "change", "fetching_small_is_fast"),
+        ({"ttft_followup_s": 3.0}, "keep", "gain_too_small"),
+        ({"fetch": arm(FETCH, 64, 16_000, n=50), "fetched": fetched(64, 4096, 50)}, "insufficient", "too_few_costs"),
+        ({"recompute": arm(RECOMPUTE, 32, 32_000, n=80)}, "insufficient", "too_few_costs"),
+        ({"recompute": ()}, "unidentifiable", "recompute_not_observed"),
+        ({"fetch": (), "fetched": (), "below": threshold.Sizes(1, 64, 30.0, 500.0)},
+         "unidentifiable", "fetch_not_observed"),
+        ({"fetch": arm(FETCH, 64, 300)}, "unidentifiable", "fetch_range_too_narrow"),
+        ({"recompute": arm(RECOMPUTE, 20, 60)}, "unidentifiable", "recompute_range_too_narrow"),
+        ({"fetch": arm(Line(0.2, 4e-6), 64, 16_000), "recompute": arm(RECOMPUTE, 30, 600, n=4000, noise=0.02)},
+         "unidentifiable", "crossing_out_of_sight"),
+        ({"recompute": arm(Line(0.1, 4.6e-6), 32, 32_000)}, "unidentifiable", "lines_do_not_cross"),
+        ({"recompute": arm(Line(0.1, 2e-6), 32, 32_000)}, "off", "fetch_never_pays"),
+        ({"fetch": arm(FETCH, 8192, 16_000), "fetched": fetched(8192, 131_072)}, "keep", "nothing_fetchable_between"),
+    ],
+)  # fmt: skip
+def test_every_threshold_answer(changes: dict[str, object], status: str, code: str) -> None:
+    advice = threshold.advise(case(**changes))
+    assert (advice.status, advice.reason_code) == (status, code), advice.reason
+    assert (advice.recommended is not None) == (status in ("change", "keep"))
+
+
+def test_costs_that_go_up_and_down_are_refused() -> None:
+    zigzag = tuple(
+        replace(p, seconds=p.seconds + (0.4 if p.size in ("128", "512", "2048", "8192") else 0.0))
+        for p in arm(FETCH, 64, 16_000)
+    )
+    advice = threshold.advise(case(fetch=zigzag))
+    assert advice.status == "unidentifiable"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(1.0, 5e4), st.floats(1.01, 50.0), st.floats(0.0, 1.0), st.floats(1.0, 1e5))
+def test_splitting_a_class_loses_nothing(low: float, ratio: float, where: float, tau: float) -> None:
+    high = low * ratio + 1
+    mean = low + where * (high - low)
+    sizes = threshold.Sizes(low, high, mean, 10.0)
+    under_share, over_share, under, over = threshold._split(sizes, np.array([tau]))
+    assert under_share[0] + over_share[0] == pytest.approx(1.0)
+    assert under_share[0] * under[0] + over_share[0] * over[0] == pytest.approx(mean, rel=1e-6)

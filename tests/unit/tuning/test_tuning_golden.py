@@ -1,0 +1,352 @@
+"""Worlds whose right answer is known: the advice must find it, or say why it cannot."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import jsonschema
+import pytest
+from kvtune_tuning.api import suggest_snapshots
+from kvtune_tuning.document import exit_code, schema
+from kvtune_tuning.render import render_table
+
+Snapshots = Callable[..., Path]
+
+
+def advice(directory: Path, **options: object) -> dict:
+    """The document, checked against its schema and for JSON safety."""
+    document = suggest_snapshots(directory, **options)
+    jsonschema.validate(document, schema())
+    json.dumps(document, allow_nan=False)
+    return document
+
+
+def ttl(document: dict) -> dict:
+    return next(r for r in document["recommendations"] if r["setting"] == "decoder_kv_blocks_ttl")
+
+
+def tau(document: dict) -> dict:
+    return next(r for r in document["recommendations"] if r["setting"] == "kv_recompute_threshold")
+
+
+def codes(document: dict) -> set[str]:
+    return {check["code"] for check in document["checks"]}
+
+
+def survival_of(gap: Callable[[random.Random], float | None], at: float, n: int = 20_000) -> float:
+    rng = random.Random(99)
+    return sum(g is None or g > at for g in (gap(rng) for _ in range(n))) / n
+
+
+PRESSED = {"pool": 1_500_000, "interval": 120.0}
+
+
+def test_a_short_pool_lowers_the_ttl_until_the_99th_percentile_fits(snapshots: Snapshots) -> None:
+    document = advice(snapshots(**PRESSED))
+    one = ttl(document)
+    assert one["status"] == "change" and one["reason_code"] == "pool_pressure"
+    assert 40 <= one["recommended"] <= 120
+    assert one["recommended"] % 5 == 0
+    assert one["clamped_by"] == ["memory"] and one["uncapped"] == one["recommended"]
+    assert one["interval"][0] <= one["recommended"] <= one["interval"][1]
+    rows = {row["value"]: row for row in one["counterfactual"]}
+    assert {480, one["recommended"]} <= set(rows)
+    assert rows[one["recommended"]]["pool_share_p99"] <= 0.9 < rows[480]["pool_share_p99"]
+    assert rows[480]["ttft_mean_s"] is None, "no mean of today says how long one waits for blocks"
+    assert one["effects"]["hit_ratio"]["recommended"] < one["effects"]["hit_ratio"]["current"]
+    assert exit_code(document) == 0 and exit_code(document, signal_change=True) == 4
+
+
+def test_the_advice_can_be_pasted_and_taken_back(snapshots: Snapshots) -> None:
+    document = advice(snapshots(**PRESSED))
+    value = ttl(document)["recommended"]
+    (engine,) = document["apply"]["engines"]
+    assert engine["role"] == "decode"
+    assert json.loads(engine["text"]) == engine["kv_transfer_config"]
+    assert engine["kv_transfer_config"]["kv_connector_extra_config"]["decoder_kv_blocks_ttl"] == value
+    assert document["apply"]["router"] == f"--ttl {value}"
+    (back,) = document["rollback"]["engines"]
+    assert back["kv_transfer_config"]["kv_connector_extra_config"]["decoder_kv_blocks_ttl"] == 480
+
+
+def test_the_world_at_the_advised_ttl_fits(snapshots: Snapshots) -> None:
+    value = ttl(advice(snapshots(**PRESSED)))["recommended"]
+    after = advice(snapshots(**{**PRESSED, "ttl": float(value)}))
+    assert after["evidence"]["kv_usage_p99"] < 1.0 and not after["evidence"]["waited_for_kv"]
+    assert ttl(after)["current"] == value
+    again = ttl(after)
+    assert again["status"] == "keep" or abs(again["recommended"] - value) <= 0.5 * value
+
+
+def test_a_slack_pool_keeps_the_ttl(snapshots: Snapshots) -> None:
+    document = advice(snapshots(pool=20_000_000, interval=120.0))
+    one = ttl(document)
+    assert one["status"] == "keep" and one["recommended"] == 480
+    assert one["reason_code"] in ("pool_slack", "gain_too_small", "change_too_small")
+    assert document["apply"] is None and document["rollback"] is None
+    assert all(row["ttft_mean_s"] is not None for row in one["counterfactual"])
+
+
+def test_a_short_ttl_on_a_slack_pool_is_raised(snapshots: Snapshots) -> None:
+    one = ttl(advice(snapshots(pool=20_000_000, ttl=30.0, interval=120.0)))
+    assert one["status"] == "change" and one["reason_code"] == "late_returns"
+    assert one["recommended"] >= 240
+    gained = one["effects"]["hit_ratio"]
+    assert gained["recommended"] - gained["current"] > 0.1
+
+
+def test_the_gap_curve_is_the_true_one(snapshots: Snapshots, gaps: dict[str, Callable]) -> None:
+    document = advice(snapshots(**PRESSED), explain=True)
+    for point in document["explain"]["survival"]:
+        if 4 <= point["seconds"] <= 480:
+            truth = survival_of(gaps["agent"], point["seconds"])
+            assert point["turns"] == pytest.approx(truth, abs=0.035)
+
+
+def test_retained_tokens_are_predicted(snapshots: Snapshots) -> None:
+    facts = advice(snapshots(**PRESSED))["evidence"]
+    assert facts["kappa"] == pytest.approx(1.0, abs=0.06)
+    assert facts["retained_tokens_predicted"] == pytest.approx(facts["retained_tokens_mean"], rel=0.06)
+
+
+def test_a_router_that_ran_before_gives_the_same_curve(snapshots: Snapshots, gaps: dict[str, Callable]) -> None:
+    document = advice(snapshots(**PRESSED, prehistory=4000.0, duration=2400.0), explain=True)
+    assert document["evidence"]["extrapolated_before_window"] and "stationarity" in codes(document)
+    for point in document["explain"]["survival"]:
+        if 4 <= point["seconds"] <= 480:
+            assert point["turns"] == pytest.approx(survival_of(gaps["agent"], point["seconds"]), abs=0.05)
+
+
+def test_chat_on_a_short_pool_switches_retention_off(snapshots: Snapshots, gaps: dict[str, Callable]) -> None:
+    world = {"pool": 1_000_000, "gap": gaps["chat"], "conversations_per_s": 0.35, "interval": 120.0}
+    document = advice(snapshots(**world))
+    one = ttl(document)
+    assert one["status"] == "off" and one["reason_code"] == "does_not_pay"
+    assert one["recommended"] is None
+    for engine in document["apply"]["engines"]:
+        assert engine["kv_transfer_config"]["kv_connector_extra_config"] == {"bidirectional_kv_xfer": False}
+
+
+def test_conversations_that_never_return_switch_retention_off(snapshots: Snapshots) -> None:
+    world = {"gap": _never, "conversations_per_s": 1.0, "duration": 5400.0, "interval": 300.0, "pool": 500_000_000}
+    one = ttl(advice(snapshots(**world)))
+    assert one["status"] == "off" and one["reason_code"] == "nobody_returns"
+
+
+def _never(_: random.Random) -> None:
+    return None
+
+
+def test_too_little_says_how_much_is_missing(snapshots: Snapshots) -> None:
+    document = advice(snapshots(conversations_per_s=0.01, duration=900.0, interval=30.0))
+    one = ttl(document)
+    assert one["status"] == "insufficient" and one["reason_code"] == "too_few_gaps"
+    assert one["recommended"] is None and one["retry_after"] > 0
+    assert "need 20 and 500" in one["reason"]
+    assert exit_code(document) == 3
+
+
+def test_no_traffic_is_insufficient_with_no_date(snapshots: Snapshots) -> None:
+    document = advice(snapshots(conversations_per_s=0.0, duration=600.0, interval=60.0))
+    assert [r["status"] for r in document["recommendations"]] == ["insufficient", "insufficient"]
+    assert all(r["retry_after"] is None for r in document["recommendations"])
+    assert exit_code(document) == 3
+    assert "insufficient" in render_table(document).lower()
+
+
+def test_without_the_router_there_is_no_ttl(snapshots: Snapshots) -> None:
+    document = advice(snapshots(**PRESSED, expose_router=False))
+    assert ttl(document)["reason_code"] == "missing_series" and "no_router" in codes(document)
+
+
+def test_without_usage_there_is_no_ttl(snapshots: Snapshots) -> None:
+    one = ttl(advice(snapshots(**PRESSED, expose_vllm=False)))
+    assert one["status"] == "insufficient" and one["reason_code"] == "missing_series"
+    assert "kv_cache_usage_perc" in one["reason"]
+
+
+def test_assumed_settings_are_said_to_be(snapshots: Snapshots) -> None:
+    document = advice(snapshots(expose_settings=False, duration=900.0))
+    assert all(r["current_assumed"] for r in document["recommendations"])
+    assert "assumed_setting" in codes(document)
+    assert "(assumed)" in render_table(document)
+
+
+@pytest.mark.parametrize(
+    ("name", "costs", "truth"),
+    [
+        ("dense", {}, 0.0209 / (26.9e-6 - 4.55e-6)),
+        ("latent", {"b": 101.7e-6, "fixed": 0.2966, "alpha": 0.0200, "beta": 4.5e-6}, 0.0200 / (101.7e-6 - 4.5e-6)),
+    ],
+)
+def test_the_crossing_is_found(
+    snapshots: Snapshots, small_answers: dict, name: str, costs: dict[str, float], truth: float
+) -> None:
+    one = tau(advice(snapshots(**small_answers, **costs)))
+    assert one["model"]["crossing_tokens"] == pytest.approx(truth, rel=0.1)
+    low, high = one["model"]["crossing_interval"]
+    assert low <= truth * 1.05 and high >= truth * 0.95
+    assert one["interval"][0] <= truth <= one["interval"][1]
+    if name == "dense":
+        assert one["status"] == "change" and one["recommended"] == pytest.approx(truth, rel=0.1)
+        assert one["recommended"] % 16 == 0
+        assert one["model"]["gain_s_per_turn"] > 0.002
+    else:
+        assert one["status"] == "keep" and one["reason_code"] == "gain_too_small"
+        assert one["recommended"] == 64
+
+
+def test_a_slow_link_switches_reading_back_off(snapshots: Snapshots, small_answers: dict) -> None:
+    document = advice(snapshots(**small_answers, b=3e-6))
+    assert tau(document)["status"] == "off" and tau(document)["reason_code"] == "fetch_never_pays"
+
+
+def test_whole_histories_make_every_threshold_equivalent(snapshots: Snapshots) -> None:
+    one = tau(advice(snapshots(**PRESSED)))
+    assert one["status"] == "keep" and one["reason_code"] == "nothing_fetchable_between"
+    assert one["interval"][0] == 64 and one["interval"][1] >= 8192
+    assert "nothing fetchable lies between" in one["reason"]
+
+
+def test_one_narrow_range_of_sizes_is_not_identifiable(snapshots: Snapshots) -> None:
+    one = tau(advice(snapshots(local_hits=True, pool=20_000_000, interval=120.0)))
+    assert one["status"] == "unidentifiable" and one["reason_code"] == "fetch_range_too_narrow"
+    assert one["recommended"] is None
+    assert "2048" in one["reason"]
+
+
+def test_everything_below_the_threshold_is_not_identifiable(snapshots: Snapshots) -> None:
+    one = tau(advice(snapshots(local_hits=True, pool=20_000_000, interval=120.0, threshold=1024)))
+    assert one["status"] == "unidentifiable" and one["reason_code"] == "fetch_not_observed"
+    assert "lower the threshold" in one["reason"]
+
+
+def test_reuse_switched_off_is_insufficient_for_the_threshold(snapshots: Snapshots) -> None:
+    one = tau(advice(snapshots(reuse=False, duration=1800.0, interval=60.0)))
+    assert one["status"] == "insufficient"
+
+
+def test_replicas_change_nothing(snapshots: Snapshots, tmp_path: Path) -> None:
+    """The same router counters split over two replicas give the same document."""
+    whole = snapshots(**PRESSED)
+    split = tmp_path / "split"
+    split.mkdir()
+    for file in whole.iterdir():
+        text = file.read_text()
+        if not file.name.endswith("-router0.prom"):
+            (split / file.name).write_text(text)
+            continue
+        for name, share in (("a", 0.25), ("b", 0.75)):
+            (split / file.name.replace("router0", name)).write_text(_scaled(text, share))
+    _alike(advice(whole), advice(split))
+
+
+def test_a_counter_reset_changes_nothing(snapshots: Snapshots, tmp_path: Path) -> None:
+    """Counters that start again from zero in the middle give the same advice, and say so."""
+    whole = snapshots(**PRESSED)
+    reset = tmp_path / "reset"
+    reset.mkdir()
+    files = sorted(whole.iterdir())
+    base: dict[str, str] = {}
+    middle = files[len(files) // 2].name.split("-")[0]
+    for file in files:
+        when, target = file.name.split("-", 1)
+        if when < middle:
+            base[target] = file.read_text()
+            (reset / file.name).write_text(file.read_text())
+        else:
+            (reset / file.name).write_text(_less(file.read_text(), base[target]))
+    before, after = advice(whole), advice(reset)
+    _alike(before, after)
+    assert not before["evidence"]["restarts"] and "restarts" not in codes(before)
+    assert set(after["evidence"]["restarts"]) == {"d", "p", "router0"} and "restarts" in codes(after)
+
+
+def _counter(line: str) -> bool:
+    name = line.split("{")[0].split(" ")[0]
+    return not line.startswith("#") and name.endswith(("_total", "_bucket", "_count", "_sum"))
+
+
+def _scaled(text: str, share: float) -> str:
+    lines = []
+    for line in text.splitlines():
+        if _counter(line):
+            key, value = line.rsplit(" ", 1)
+            line = f"{key} {float(value) * share!r}"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _less(text: str, base: str) -> str:
+    start = {k: float(v) for k, v in (line.rsplit(" ", 1) for line in base.splitlines() if _counter(line))}
+    lines = []
+    for line in text.splitlines():
+        if _counter(line):
+            key, value = line.rsplit(" ", 1)
+            line = f"{key} {float(value) - start.get(key, 0.0)!r}"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _alike(a: dict, b: dict) -> None:
+    for one, other in zip(a["recommendations"], b["recommendations"], strict=True):
+        for key in ("status", "recommended", "reason_code", "clamped_by"):
+            assert one[key] == other[key]
+        for row, twin in zip(one["counterfactual"], other["counterfactual"], strict=True):
+            for key, value in row.items():
+                assert twin[key] == value or math.isclose(twin[key], value, rel_tol=0.02), key
+    for key in ("turns", "conversations", "gaps", "turn_ends"):
+        assert a["evidence"][key] == pytest.approx(b["evidence"][key], rel=1e-6)
+
+
+def test_a_restarted_deployment_is_still_advised(snapshots: Snapshots) -> None:
+    document = advice(snapshots(**PRESSED, restart_at=1830.0))
+    assert ttl(document)["status"] == "change" and 40 <= ttl(document)["recommended"] <= 120
+    assert "restarts" in codes(document)
+
+
+def test_the_window_can_be_cut(snapshots: Snapshots) -> None:
+    document = advice(snapshots(**PRESSED), window_s=1800.0)
+    assert document["window"]["seconds"] == pytest.approx(1800.0)
+    assert document["evidence"]["turns"] < advice(snapshots(**PRESSED))["evidence"]["turns"]
+
+
+def test_settings_that_differ_or_change_are_named(snapshots: Snapshots, tmp_path: Path) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(snapshots(**PRESSED), copied)
+    files = sorted(copied.glob("*-d.prom"))
+    setting = 'setting="decoder_kv_blocks_ttl"} 480.0'
+    for file in files[: len(files) // 2]:
+        text = file.read_text()
+        assert setting in text
+        file.write_text(text.replace(setting, setting.replace("480", "240")))
+    for file in sorted(copied.glob("*-router0.prom")):
+        file.write_text(file.read_text().replace('default_ttl_seconds"} 480.0', 'default_ttl_seconds"} 900.0'))
+    for file in files:
+        (copied / file.name.replace("-d", "-e")).write_text(
+            file.read_text().replace('"d0"', '"e0"').replace("480", "60")
+        )
+    found = codes(advice(copied))
+    assert {"setting_changed", "router_ttl", "mixed_settings"} <= found
+    levels = {c["code"]: c["level"] for c in advice(copied)["checks"]}
+    assert levels["router_ttl"] == "error"
+
+
+def test_whole_pages_of_the_real_recorders_are_read_the_same(snapshots: Snapshots) -> None:
+    world = {"pool": 1_500_000, "interval": 600.0}
+    few, all_of_it = advice(snapshots(**world)), advice(snapshots(**world, whole_pages=True))
+    assert few["recommendations"] == all_of_it["recommendations"]
+    assert few["evidence"] == all_of_it["evidence"]
+
+
+def test_the_table_fits_100_columns(snapshots: Snapshots, small_answers: dict) -> None:
+    for document in (advice(snapshots(**PRESSED), explain=True), advice(snapshots(**small_answers))):
+        text = render_table(document)
+        assert max(map(len, text.splitlines())) <= 100
+        assert "decoder_kv_blocks_ttl" in text and "kv_recompute_threshold" in text
+        assert "\x1b" not in text and "\x1b" in render_table(document, color=True)

@@ -1,0 +1,354 @@
+"""Reading and writing: expositions, snapshot directories, live targets, Prometheus; and every way they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import parse_qs
+
+import httpx
+import jsonschema
+import numpy as np
+import pytest
+from kvtune_telemetry.catalogue import BY_NAME
+from kvtune_telemetry.clock import ScaledClock, SystemClock
+from kvtune_tuning.api import suggest_series, suggest_snapshots
+from kvtune_tuning.document import exit_code, schema
+from kvtune_tuning.errors import TuningError, UsageError
+from kvtune_tuning.exposition import parse
+from kvtune_tuning.names import CATALOGUED, VLLM
+from kvtune_tuning.recording import SnapshotWriter, names_of, normalise, record, target_name
+from kvtune_tuning.sources import _chunks, query_prometheus, read_snapshots, scrape_live
+
+Snapshots = Callable[..., Path]
+PAGE = 'kvtune_turns_total{outcome="first"} 3.0\nkvtune_turn_ends_total 3.0\n'
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_series_that_is_read_is_catalogued() -> None:
+    known = {sample for metric in BY_NAME.values() for sample in metric.sample_names()}
+    assert set(CATALOGUED) <= known
+    assert all(name.startswith("vllm:") for name in VLLM)
+
+
+# --- exposition -----------------------------------------------------------------------------------------------------
+
+
+def test_needed_samples_are_kept_and_others_skipped() -> None:
+    text = (
+        "# HELP kvtune_turns_total x\n# TYPE kvtune_turns_total counter\n"
+        'kvtune_turns_total{outcome="hit"} 4\n'
+        'vllm:request_success_total{finished_reason="stop, \\"odd\\" } 1"} 9\n'
+        'vllm:kv_cache_usage_perc{engine="0",model_name="a b, {c}"} 0.5 1700000000000\n'
+        'kvtune_turn_gap_seconds_bucket{le="+Inf"} 7 # {trace_id="a1"} 0.4 1700000000.5\n'
+        "go_goroutines 12\n# EOF\n"
+    )
+    samples = {s.name: s for s in parse(text, "x").samples}
+    assert set(samples) == {"kvtune_turns_total", "vllm:kv_cache_usage_perc", "kvtune_turn_gap_seconds_bucket"}
+    assert dict(samples["vllm:kv_cache_usage_perc"].labels)["model_name"] == "a b, {c}"
+    assert samples["kvtune_turn_gap_seconds_bucket"].value == 7
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "nan"])
+def test_values_that_are_no_numbers_are_dropped_and_counted(value: str) -> None:
+    parsed = parse(f"kvtune_retained_tokens {value}\nkvtune_turn_ends_total 1\n", "x")
+    assert [s.name for s in parsed.samples] == ["kvtune_turn_ends_total"] and parsed.not_finite == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<html><body>404</body></html>",
+        '{"status": "ok"}',
+        "hello world, this is prose\n",
+        "kvtune_turns_total{outcome=hit} 1\n",
+        'kvtune_turns_total{outcome="hit"} many\n',
+        "kvtune_turns_total\n",
+        "kvtune_turns_total 1 2 3\n",
+        "\x00\x01\x02",
+    ],
+)
+def test_what_is_no_exposition_is_refused_with_its_place(text: str) -> None:
+    with pytest.raises(TuningError) as caught:
+        parse(text, "http://h/metrics")
+    assert caught.value.code == "not_an_exposition"
+    assert "http://h/metrics, line 1" in caught.value.message and caught.value.hint
+
+
+def test_an_empty_page_is_an_exposition_without_samples() -> None:
+    assert parse("", "x").samples == () and parse("# only a comment\n", "x").samples == ()
+
+
+# --- snapshots ------------------------------------------------------------------------------------------------------
+
+
+def failed(document: dict, code: str) -> dict:
+    jsonschema.validate(document, schema())
+    assert document["error"]["code"] == code, document["error"]
+    assert exit_code(document) == 1
+    return document["error"]
+
+
+def test_a_missing_directory(tmp_path: Path) -> None:
+    error = failed(suggest_snapshots(tmp_path / "none"), "no_such_directory")
+    assert str(tmp_path / "none") in error["message"]
+
+
+def test_an_empty_directory(tmp_path: Path) -> None:
+    assert "kvtune record" in failed(suggest_snapshots(tmp_path), "empty_snapshot")["hint"]
+
+
+def test_a_file_without_a_time_in_its_name(tmp_path: Path) -> None:
+    (tmp_path / "router.prom").write_text(PAGE)
+    assert "router.prom" in failed(suggest_snapshots(tmp_path), "bad_file_name")["message"]
+
+
+def test_a_file_that_is_no_exposition(tmp_path: Path) -> None:
+    (tmp_path / "1000-router.prom").write_text("<html>")
+    assert "1000-router.prom" in failed(suggest_snapshots(tmp_path), "not_an_exposition")["message"]
+    (tmp_path / "1000-router.prom").write_bytes(b"\xff\xfe\x00k")
+    failed(suggest_snapshots(tmp_path), "not_an_exposition")
+
+
+def test_one_scrape_is_too_short(tmp_path: Path) -> None:
+    (tmp_path / "1000-router.prom").write_text(PAGE)
+    failed(suggest_snapshots(tmp_path), "window_too_short")
+
+
+def test_nothing_of_kvtune(tmp_path: Path) -> None:
+    for ms in (1000, 2000):
+        (tmp_path / f"{ms}-x.prom").write_text("up 1\n")
+    failed(suggest_snapshots(tmp_path), "no_kvtune_series")
+
+
+def test_other_files_are_left_alone(tmp_path: Path) -> None:
+    for ms in (1000, 61_000):
+        (tmp_path / f"{ms}-router.prom").write_text(PAGE)
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / ".half.prom").write_text("<")
+    (tmp_path / "odd.prom").write_text("<")
+    document = suggest_snapshots(tmp_path)
+    jsonschema.validate(document, schema())
+    assert document["window"]["seconds"] == 60
+    assert any("odd.prom" in check["message"] for check in document["checks"])
+
+
+def test_nan_gauges_do_not_get_into_the_document(snapshots: Snapshots, tmp_path: Path) -> None:
+    for file in snapshots(pool=1_500_000, interval=600.0).iterdir():
+        lines = file.read_text().splitlines()
+        lines = [
+            f"{x.rsplit(' ', 1)[0]} NaN" if x.startswith(("kvtune_retained", "vllm:kv_cache")) else x for x in lines
+        ]
+        (tmp_path / file.name).write_text("\n".join(lines) + "\n")
+    document = suggest_snapshots(tmp_path)
+    jsonschema.validate(document, schema())
+    json.dumps(document, allow_nan=False)
+    assert document["evidence"]["samples_dropped"] > 0
+    assert {"not_finite"} <= {c["code"] for c in document["checks"]}
+    assert document["recommendations"][0]["reason_code"] == "missing_series"
+
+
+def test_a_writer_leaves_whole_files_only(tmp_path: Path) -> None:
+    writer = SnapshotWriter(tmp_path / "a" / "b")
+    path = writer.write(1700000000.1234, "router_9100", PAGE)
+    assert path.name == "1700000000123-router_9100.prom" and path.read_text() == PAGE
+    assert [p.name for p in (tmp_path / "a" / "b").iterdir()] == [path.name]
+
+
+def test_a_writer_that_cannot_write_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TuningError) as caught:
+        SnapshotWriter(tmp_path / "file")
+    assert caught.value.code == "cannot_write" and "--out" in caught.value.hint
+
+
+# --- targets --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "full", "name"),
+    [
+        ("host:9100", "http://host:9100/metrics", "host_9100"),
+        ("http://host:9100/", "http://host:9100/metrics", "host_9100"),
+        ("https://h/engine/metrics", "https://h/engine/metrics", "h_engine_metrics"),
+        ("http://user:secret@h:1", "http://user:secret@h:1/metrics", "h_1"),
+        ("http://[::1]:8", "http://[::1]:8/metrics", "1_8"),
+    ],
+)
+def test_addresses(url: str, full: str, name: str) -> None:
+    assert normalise(url) == full and target_name(url) == name
+    assert "secret" not in target_name(url)
+
+
+@pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://h:notaport", "http://h:99999", "file:///etc/passwd"])
+def test_what_is_no_address(url: str) -> None:
+    with pytest.raises(UsageError):
+        normalise(url)
+
+
+def test_targets_that_look_alike_stay_apart() -> None:
+    named = names_of(["http://h:1/a-b", "http://h:1/a@b", "http://h:1/a-b"])
+    assert len(named) == 2
+
+
+async def test_recording_is_in_the_clocks_time_and_takes_a_last_round(tmp_path: Path) -> None:
+    clock = ScaledClock.starting_now(600.0)
+    stop = asyncio.Event()
+    served = 0
+
+    async def fetch(url: str) -> str:
+        nonlocal served
+        served += 1
+        if "d:1" in url and served > 3:
+            raise TuningError("unreachable", f"{url}: gone", "x")
+        return f"kvtune_turns_total {served}\n"
+
+    task = asyncio.create_task(record(["r:1", "d:1"], tmp_path, clock, 60.0, stop, fetch=fetch))
+    await asyncio.sleep(0.35)
+    stop.set()
+    done = await asyncio.wait_for(task, 5)
+    assert done.rounds >= 3
+    assert done.failures.get("d_1", 0) >= 1 and "gone" in done.last_failure["d_1"], "one that fails does not end it"
+    times = read_snapshots(tmp_path).scrapes["r_1"]
+    assert len(times) == done.rounds
+    steps = np.diff(times)[:-1]
+    assert ((steps >= 30) & (steps <= 120)).all(), "a minute of model time, not 0.1 s of the wall's"
+    assert read_snapshots(tmp_path).increase("kvtune_turns_total") is not None
+
+
+async def test_recording_ends_after_its_duration(tmp_path: Path) -> None:
+    async def fetch(_: str) -> str:
+        return PAGE
+
+    clock = ScaledClock.starting_now(1000.0)
+    done = await record(["r:1"], tmp_path, clock, 50.0, asyncio.Event(), duration_s=100.0, fetch=fetch)
+    assert done.rounds == 3 == done.snapshots
+
+
+async def test_recording_nothing_that_answers_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TuningError) as caught:
+        await record(["127.0.0.1:1"], tmp_path, SystemClock(), 1.0, asyncio.Event())
+    assert caught.value.code == "unreachable" and "127.0.0.1:1" in caught.value.message
+
+
+async def test_live_scrapes_name_the_target_that_exposes_something_else() -> None:
+    async def fetch(_: str) -> str:
+        return "<html>"
+
+    with pytest.raises(TuningError) as caught:
+        await scrape_live(["h:1"], SystemClock(), interval_s=1, duration_s=1, stop=asyncio.Event(), fetch=fetch)
+    assert "http://h:1/metrics, line 1" in caught.value.message
+
+
+# --- Prometheus -----------------------------------------------------------------------------------------------------
+
+
+class FakePrometheus:
+    """Answers range queries out of a snapshot directory, as Prometheus would with a scrape each `interval`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.series = read_snapshots(directory)
+        self.asked: list[dict[str, str]] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        assert request.url.path == "/prom/api/v1/query_range"
+        form = {k: v[0] for k, v in parse_qs(request.content.decode()).items()}
+        self.asked.append(form)
+        name = form["query"].removeprefix('{__name__="').removesuffix('"}')
+        start, end, step = (float(form[k]) for k in ("start", "end", "step"))
+        assert (end - start) / step < 11_000
+        result = []
+        for one in self.series.named(name):
+            values = []
+            for k in range(int((end - start) / step + 1e-6) + 1):
+                at = start + k * step
+                past = one.times <= at + 1e-6
+                if past.any() and at - one.times[past][-1] < 300:
+                    values.append([at, repr(float(one.values[past][-1]))])
+            if values:
+                metric = {"__name__": name, "job": "kvtune", "instance": one.target, **dict(one.labels)}
+                result.append({"metric": metric, "values": values})
+        data = {"resultType": "matrix", "result": result}
+        return httpx.Response(200, json={"status": "success", "data": data, "infos": ["metric might not be a counter"]})
+
+
+def test_prometheus_gives_the_advice_that_its_snapshots_give(snapshots: Snapshots) -> None:
+    directory = snapshots(pool=1_500_000, interval=120.0)
+    fake = FakePrometheus(directory)
+    end = fake.series.window()[1]
+    with httpx.Client(transport=httpx.MockTransport(fake)) as client:
+        series, queries = query_prometheus(
+            "http://p/prom/", window_s=3600, end_unix_s=end, step_s=60.0, client=client, max_points=25
+        )
+    assert len(fake.asked) == 3 * len(queries), "61 points in ranges of 25"
+    points = sorted(
+        float(a["start"]) + k * 60
+        for a in fake.asked
+        if a["query"] == "kvtune_turns_total"
+        for k in range(round((float(a["end"]) - float(a["start"])) / 60) + 1)
+    )
+    assert len(points) == len(set(points)) == 61, "no point twice at the seams, none left out"
+    document = suggest_series(series, {"kind": "prometheus", "where": ["http://p"]}, queries=queries, explain=True)
+    jsonschema.validate(document, schema())
+    direct = suggest_snapshots(directory)
+    assert document["recommendations"][0]["recommended"] == pytest.approx(
+        direct["recommendations"][0]["recommended"], abs=10
+    )
+    assert document["evidence"]["turns"] == direct["evidence"]["turns"]
+    assert document["evidence"]["targets"]["router"] == ["kvtune/router0"]
+    assert any("might not be a counter" in check["message"] for check in document["checks"])
+    assert "kvtune_turns_total" in document["explain"]["queries"]
+
+
+def test_ranges_cover_the_window_once() -> None:
+    assert _chunks(0, 100, 10, 4) == [(0, 30), (40, 70), (80, 100)]
+    assert _chunks(0, 0, 10, 4) == [(0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "words"),
+    [
+        (httpx.Response(400, json={"status": "error", "errorType": "bad_data", "error": "boom"}),
+         "prometheus_error", "boom"),
+        (httpx.Response(422, json={"status": "error", "errorType": "execution", "error": "too many samples"}),
+         "prometheus_error", "too many samples"),
+        (httpx.Response(404, text="not here"), "http_status", "404"),
+        (httpx.Response(401, text="no"), "http_status", "401"),
+        (httpx.Response(200, text="<html>"), "bad_answer", "not Prometheus"),
+        (httpx.Response(200, json={"status": "success"}), "bad_answer", "shape"),
+        (httpx.Response(200, json={"status": "success", "data": {"resultType": "vector", "result": []}}),
+         "bad_answer", "shape"),
+        (httpx.Response(200, json={"status": "success", "data": {"resultType": "matrix", "result": [{"metric": 3}]}}),
+         "bad_answer", "shape"),
+        (httpx.Response(200, json={"status": "success", "data": {"resultType": "matrix", "result": []}}),
+         "no_series", "none of the needed"),
+        (httpx.ConnectError("refused"), "unreachable", "refused"),
+        (httpx.ReadTimeout("slow"), "unreachable", "slow"),
+    ],
+)  # fmt: skip
+def test_what_prometheus_says_is_passed_on(answer: httpx.Response | Exception, code: str, words: str) -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with httpx.Client(transport=httpx.MockTransport(handler)) as client, pytest.raises(TuningError) as caught:
+        query_prometheus("http://p", window_s=600, end_unix_s=1e9, client=client)
+    assert caught.value.code == code and words in caught.value.message and caught.value.hint
+
+
+def test_prometheus_values_that_are_no_numbers_are_dropped() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        values = [[1.0, "NaN"], [16.0, "+Inf"], [31.0, "3"]]
+        row = {"metric": {"instance": "a"}, "values": values}
+        return httpx.Response(200, json={"status": "success", "data": {"resultType": "matrix", "result": [row]}})
+
+    with httpx.Client(transport=httpx.MockTransport(handler)) as client:
+        series, _ = query_prometheus("http://p", window_s=60, end_unix_s=60, client=client)
+    assert series.not_finite > 0
+    assert all(math.isfinite(v) for s in series.series for v in s.values)

@@ -1,0 +1,285 @@
+"""The JSON document of `kvtune suggest`: built from evidence and advice, safe for every JSON parser."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import resources
+from typing import Any
+
+from kvtune_tuning import threshold, ttl
+from kvtune_tuning.errors import TuningError
+from kvtune_tuning.evidence import Evidence
+
+SCHEMA = "kvtune.suggest/1"
+ROUTER_TTL_FLAG = "--ttl"
+"""The router's flag for the TTL it assumes where decode does not say."""
+_DIGITS = 6
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema that every document satisfies, failed ones included."""
+    text = resources.files("kvtune_tuning").joinpath("schema.json").read_text(encoding="utf-8")
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+def plain(value: Any) -> Any:
+    """`value` in JSON's own types: numbers rounded to 6 significant digits, NaN and infinities as null."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    number = float(value)
+    if not math.isfinite(number):
+        return None
+    if number == round(number) and abs(number) < 2**53:
+        return int(number)
+    return float(f"{number:.{_DIGITS}g}")
+
+
+def failed(error: TuningError, source: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The document of a failure."""
+    document: dict[str, Any] = {"schema": SCHEMA, "error": error.as_dict()}
+    if source is not None:
+        document["source"] = source
+    return document
+
+
+def build(
+    evidence: Evidence, source: dict[str, Any], *, explain: bool = False, queries: list[str] | None = None
+) -> dict[str, Any]:
+    """Decide on both settings and write everything down."""
+    ttl_advice = ttl.advise(evidence.ttl)
+    if evidence.missing_router:
+        ttl_advice = _without_router(ttl_advice)
+    threshold_advice = threshold.advise(evidence.threshold)
+    recommendations = [_ttl(evidence, ttl_advice), _threshold(evidence, threshold_advice)]
+    start, end = evidence.start_s, evidence.end_s
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "source": source,
+        "window": {
+            "start": _iso(start),
+            "end": _iso(end),
+            "start_unix": start,
+            "end_unix": end,
+            "seconds": end - start,
+        },
+        "evidence": evidence.facts,
+        "recommendations": recommendations,
+        "checks": [asdict(check) for check in evidence.checks],
+        "apply": _apply(evidence, recommendations),
+        "rollback": _rollback(evidence, recommendations),
+    }
+    if explain:
+        document["explain"] = _explain(evidence, ttl_advice, threshold_advice, queries or [])
+    done: dict[str, Any] = plain(document)
+    done["window"]["start_unix"], done["window"]["end_unix"] = round(start, 3), round(end, 3)
+    return done
+
+
+def _iso(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _without_router(advice: ttl.TtlAdvice) -> ttl.TtlAdvice:
+    return ttl.TtlAdvice(
+        "insufficient", advice.current, None, None, None, (), "missing_series",
+        "cannot tell: no router series (kvtune_turn_gap_seconds, kvtune_turn_ends_total); add its metrics port",
+        (), None, None, None, None,
+    )  # fmt: skip
+
+
+def _interval(pair: tuple[float, float] | None) -> list[float] | None:
+    return list(pair) if pair is not None else None
+
+
+def _ttl(evidence: Evidence, advice: ttl.TtlAdvice) -> dict[str, Any]:
+    rows = [asdict(row) for row in advice.rows]
+    return {
+        "setting": ttl.SETTING,
+        "unit": "seconds",
+        "status": advice.status,
+        "current": advice.current,
+        "current_assumed": evidence.ttl_setting.assumed,
+        "recommended": advice.recommended,
+        "interval": _interval(advice.interval),
+        "uncapped": advice.uncapped,
+        "clamped_by": list(advice.clamped_by),
+        "reason_code": advice.reason_code,
+        "reason": advice.reason,
+        "effects": _effects(rows, advice.current, advice.recommended if advice.status == "change" else None),
+        "counterfactual": rows,
+        "retry_after": advice.retry_after_s,
+        "model": {
+            "memory_ttl_s": advice.memory_s,
+            "value_ttl_s": advice.value_s,
+            "break_even_s": advice.break_even_s,
+            "scarcity": advice.scarcity,
+        },
+    }
+
+
+def _threshold(evidence: Evidence, advice: threshold.ThresholdAdvice) -> dict[str, Any]:
+    rows = [asdict(row) for row in advice.rows]
+    lines = {"recompute": advice.recompute, "fetch": advice.fetch}
+    return {
+        "setting": threshold.SETTING,
+        "unit": "tokens",
+        "status": advice.status,
+        "current": advice.current,
+        "current_assumed": evidence.threshold_setting.assumed,
+        "recommended": advice.recommended,
+        "interval": _interval(advice.interval),
+        "uncapped": advice.uncapped,
+        "clamped_by": list(advice.clamped_by),
+        "reason_code": advice.reason_code,
+        "reason": advice.reason,
+        "effects": _effects(rows, advice.current, advice.recommended if advice.status == "change" else None),
+        "counterfactual": rows,
+        "retry_after": advice.retry_after_s,
+        "model": {
+            **{
+                name: None if line is None else {"intercept_s": line.intercept, "us_per_token": 1e6 * line.slope}
+                for name, line in lines.items()
+            },
+            "crossing_tokens": advice.crossing,
+            "crossing_interval": _interval(advice.crossing_interval),
+            "gain_s_per_turn": advice.gain_s,
+        },
+    }
+
+
+def _effects(rows: list[dict[str, Any]], current: float, recommended: float | None) -> dict[str, Any]:
+    """Each figure at the value in force and at the recommended one; empty unless a change is advised."""
+    at = {row["value"]: row for row in rows}
+    before, after = at.get(current), at.get(recommended)
+    if recommended is None or before is None or after is None:
+        return {}
+    return {
+        name: {"current": before[name], "recommended": after[name]}
+        for name in before
+        if name not in ("value", "bound") and before[name] is not None and after[name] is not None
+    }
+
+
+def _extra(role: str, values: dict[str, Any]) -> dict[str, Any]:
+    fragment = {"kv_connector_extra_config": values}
+    return {
+        "role": role,
+        "kv_transfer_config": fragment,
+        "text": json.dumps(plain(fragment), separators=(", ", ": ")),
+    }
+
+
+def _apply(evidence: Evidence, recommendations: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What to put into `--kv-transfer-config` of which role, and the router's flag; None without a change."""
+    ttl_now, tau = recommendations
+    if "off" in (ttl_now["status"], tau["status"]):
+        off = {"bidirectional_kv_xfer": False}
+        return {
+            "engines": [_extra(role, off) for role in ("prefill", "decode")],
+            "router": None,
+            "note": "Merge into --kv-transfer-config of every engine of the role, then restart it.",
+        }
+    engines = []
+    router = None
+    if tau["status"] == "change":
+        engines.append(_extra("prefill", {"bidirectional_kv_xfer": True, threshold.SETTING: int(tau["recommended"])}))
+    if ttl_now["status"] == "change":
+        value = int(ttl_now["recommended"])
+        engines.append(_extra("decode", {"bidirectional_kv_xfer": True, ttl.SETTING: value}))
+        router = f"{ROUTER_TTL_FLAG} {value}"
+    if not engines:
+        return None
+    return {
+        "engines": engines,
+        "router": router,
+        "note": "Merge into --kv-transfer-config of every engine of the role, then restart it. One step per window: "
+        "ask again after the change has run for as long as this window.",
+    }
+
+
+def _rollback(evidence: Evidence, recommendations: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The same with the values in force now; None without a change."""
+    ttl_now, tau = recommendations
+    off = "off" in (ttl_now["status"], tau["status"])
+    engines = []
+    router = None
+    if tau["status"] == "change" or off:
+        engines.append(_extra("prefill", {"bidirectional_kv_xfer": True, threshold.SETTING: tau["current"]}))
+    if ttl_now["status"] == "change" or off:
+        engines.append(_extra("decode", {"bidirectional_kv_xfer": True, ttl.SETTING: ttl_now["current"]}))
+        router = f"{ROUTER_TTL_FLAG} {ttl_now['current']:g}"
+    return {"engines": engines, "router": router, "note": "Puts back what is in force now."} if engines else None
+
+
+def _explain(
+    evidence: Evidence, ttl_advice: ttl.TtlAdvice, threshold_advice: threshold.ThresholdAdvice, queries: list[str]
+) -> dict[str, Any]:
+    i = evidence.ttl
+    curve = i.curves.tokens
+    return {
+        "ttl": [
+            "mean retained tokens m(T) = rate of ended tokens x integral of S(t) to T (Little)",
+            "variance s2(T) = rate of ended tokens^2 x the same integral with squared weights (Campbell)",
+            f"memory: the longest T with active + m + {ttl.Z_P99} s <= {ttl.POOL_SHARE} x pool",
+            f"rate {i.token_rate:.4g} tokens/s, {i.token_squared_rate:.4g} tokens^2/s on the tightest decode engine; "
+            f"kappa {i.kappa:.3g}",
+            f"pool {_number(i.pool_tokens)} tokens; active {_number(i.active_mean)} +- "
+            f"{_number(math.sqrt(i.active_variance))} tokens; P99 usage {_number(i.usage_p99)}",
+            f"value: the T that maximises useful x F(T - {i.margin_s:g}) - (1/beta) x integral of S; "
+            f"beta = saving x pool / scarcity = {_number(ttl_advice.break_even_s)} s; useful {i.useful:.3g}",
+            f"memory TTL {_number(ttl_advice.memory_s)} s; value TTL {_number(ttl_advice.value_s)} s; "
+            f"all returns that were seen are reached by {ttl.reach_ttl(i):g} s",
+        ],
+        "survival": [
+            {"seconds": float(t), "turns": float(a), "tokens": float(b)}
+            for t, a, b in zip(curve.edges, i.curves.turns.values, curve.values, strict=True)
+        ],
+        "threshold": [
+            "n* = fetch intercept / (recompute slope - fetch slope); the recompute intercept is paid either way",
+            *(
+                f"{name}: {1000 * line.intercept:.2f} ms + {1e6 * line.slope:.3g} us per token"
+                for name, line in (("recompute", threshold_advice.recompute), ("fetch", threshold_advice.fetch))
+                if line is not None
+            ),
+            f"n* = {_number(threshold_advice.crossing)} tokens",
+        ],
+        "costs": [
+            {
+                "path": name,
+                "size": p.size,
+                "stretch": p.stretch,
+                "tokens": p.tokens,
+                "seconds": p.seconds,
+                "count": p.count,
+            }
+            for name, points in (("recompute", evidence.threshold.recompute), ("fetch", evidence.threshold.fetch))
+            for p in points
+        ],
+        "queries": queries,
+    }
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4g}"
+
+
+def exit_code(document: dict[str, Any], *, signal_change: bool = False) -> int:
+    """The exit code of a document.
+
+    1 on failure, 3 where every recommendation is insufficient, 4 where a change is advised and `signal_change` is
+    set, else 0.
+    """
+    if "error" in document:
+        return 1
+    states = [r["status"] for r in document["recommendations"]]
+    if all(state == "insufficient" for state in states):
+        return 3
+    return 4 if signal_change and any(state in ("change", "off") for state in states) else 0

@@ -1,0 +1,21 @@
+"""The one error of the tuning room: what went wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+
+class TuningError(Exception):
+    """An input that cannot be used. `code` is stable and machine-readable; `hint` says what to do."""
+
+    def __init__(self, code: str, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.hint = hint
+
+    def as_dict(self) -> dict[str, str]:
+        """The `error` member of a failed document."""
+        return {"code": self.code, "message": self.message, "hint": self.hint}
+
+
+class UsageError(TuningError):
+    """Options that contradict each other or cannot be read (exit code 2)."""

@@ -1,0 +1,86 @@
+"""Reads the Prometheus text exposition, keeping only the series the advice needs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtune_tuning.errors import TuningError
+from kvtune_tuning.names import NEEDED
+
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_EXEMPLAR = re.compile(r"\s#\s*\{.*$")
+_SAMPLE = re.compile(r"^(?P<key>[a-zA-Z_:][a-zA-Z0-9_:]*\s*(?:\{.*\})?)\s*(?<=[\s}])(?P<value>\S+)(?:\s+\S+)?$")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One value of one series at the time of the scrape."""
+
+    name: str
+    labels: frozenset[tuple[str, str]]
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """The needed samples of one exposition, and how many of them were NaN or infinite (and were dropped)."""
+
+    samples: tuple[Sample, ...]
+    not_finite: int
+
+
+def parse(text: str, where: str, needed: Collection[str] = NEEDED) -> Parsed:
+    """Parse one exposition, classic or OpenMetrics text. `where` names it in errors.
+
+    Lines of series that are not needed are skipped unread: vLLM exposes thousands. Raises TuningError
+    (`not_an_exposition`) where a needed line is malformed, or where nothing in the text looks like a sample.
+    """
+    samples: list[Sample] = []
+    not_finite = 0
+    alien: int | None = None
+    for number, raw in enumerate(text.splitlines(), 1):
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        name = _NAME.match(line)
+        if name is None or name.group() not in needed:
+            if alien is None and not samples and not _SAMPLE.match(_EXEMPLAR.sub("", line)):
+                alien = number
+            continue
+        # An exemplar's syntax belongs to OpenMetrics; its content is of no use here.
+        sample = _SAMPLE.match(_EXEMPLAR.sub("", line))
+        if sample is None:
+            raise _malformed(where, number, "not a sample")
+        try:
+            labels = _labels(sample["key"])
+            value = float(sample["value"])
+        except ValueError as error:
+            raise _malformed(where, number, str(error)) from None
+        if math.isfinite(value):
+            samples.append(Sample(name.group(), labels, value))
+        else:
+            not_finite += 1
+    if alien is not None and not samples:
+        raise _malformed(where, alien, "not a sample")
+    return Parsed(tuple(samples), not_finite)
+
+
+@lru_cache(maxsize=65536)
+def _labels(key: str) -> frozenset[tuple[str, str]]:
+    """The labels of `name{...}`; the same series comes in every scrape, so each is parsed once."""
+    (family,) = text_string_to_metric_families(f"{key} 0\n")
+    return frozenset(family.samples[0].labels.items())
+
+
+def _malformed(where: str, line: int, why: str) -> TuningError:
+    return TuningError(
+        "not_an_exposition",
+        f"{where}, line {line}: not a Prometheus exposition ({why})",
+        "Give the address of a /metrics endpoint, or a directory written by `kvtune record`.",
+    )

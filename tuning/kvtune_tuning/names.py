@@ -1,0 +1,41 @@
+"""The series the advice is computed from. Nothing else is read from a snapshot, a target or Prometheus."""
+
+from __future__ import annotations
+
+CATALOGUED = (
+    "kvtune_turns_total",
+    "kvtune_turn_ttft_seconds_sum",
+    "kvtune_turn_ttft_seconds_count",
+    "kvtune_turn_gap_seconds_bucket",
+    "kvtune_turn_gap_tokens_bucket",
+    "kvtune_turn_gap_tokens_squared_bucket",
+    "kvtune_turn_ends_total",
+    "kvtune_turn_end_tokens_total",
+    "kvtune_turn_end_tokens_squared_total",
+    "kvtune_turns_given_up_total",
+    "kvtune_conversations_total",
+    "kvtune_engine_restarts_total",
+    "kvtune_router_setting",
+    "kvtune_decisions_total",
+    "kvtune_decision_tokens_total",
+    "kvtune_path_observations_total",
+    "kvtune_path_tokens_total",
+    "kvtune_path_seconds_total",
+    "kvtune_kv_reads_declined_total",
+    "kvtune_kv_reads_failed_total",
+    "kvtune_kv_late_notifications_total",
+    "kvtune_retention_tokens_total",
+    "kvtune_retained_tokens",
+    "kvtune_connector_setting",
+)
+"""Sample names of kvtune's own series."""
+
+VLLM = (
+    "vllm:kv_cache_usage_perc",
+    "vllm:num_requests_waiting",
+    "vllm:num_preemptions_total",
+    "vllm:cache_config_info",
+)
+"""vLLM's own; `kv_cache_usage_perc` is a fraction, not per cent."""
+
+NEEDED: frozenset[str] = frozenset(CATALOGUED + VLLM)

@@ -1,0 +1,247 @@
+"""Scrapes targets and writes exposition snapshots `<unix ms>-<target>.prom`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from kvtune_telemetry.clock import Clock
+
+from kvtune_tuning.errors import TuningError, UsageError
+
+if TYPE_CHECKING:
+    import httpx
+
+SUFFIX = ".prom"
+FILE_NAME = re.compile(r"^(?P<ms>\d{1,15})-(?P<target>.+)\.prom$")
+SCRAPE_TIMEOUT_S = 10.0
+"""Wall seconds one scrape may take; Prometheus' own default."""
+
+Fetch = Callable[[str], Awaitable[str]]
+Sink = Callable[[float, str, str], None]
+"""Takes the time of a scrape (Unix s), the target's name and the exposition text."""
+Complain = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Recording:
+    """What a recording did."""
+
+    rounds: int = 0
+    snapshots: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+    """Failed scrapes by target."""
+    last_failure: dict[str, str] = field(default_factory=dict)
+    """Why the last one failed, by target."""
+
+
+def without_secrets(url: str) -> str:
+    """The address without `user:password@`, for messages and documents."""
+    return re.sub(r"//[^/@\s]*@", "//", url)
+
+
+def normalise(url: str) -> str:
+    """A target's full address: `host:9100` becomes `http://host:9100/metrics`. Raises UsageError if none."""
+    full = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(full)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or True)
+    except ValueError:
+        good = False
+    if not good:
+        raise UsageError(
+            "bad_url",
+            f"not an http(s) address: {without_secrets(url)!r}",
+            "Give e.g. --scrape http://host:9100/metrics",
+        )
+    if parts.path in ("", "/"):
+        parts = parts._replace(path="/metrics")
+    return parts.geturl()
+
+
+def target_name(url: str) -> str:
+    """A name for the target that is safe in file names: host and port, and the path unless it is `/metrics`."""
+    parts = urlsplit(normalise(url))
+    # user:password@ never gets into a file name
+    host = (parts.hostname or "") + (f"_{parts.port}" if parts.port else "")
+    path = "" if parts.path == "/metrics" else parts.path
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", host + path).strip("_")
+
+
+def names_of(urls: Sequence[str]) -> dict[str, str]:
+    """Name to full address, in the order given; the same address twice is one target."""
+    named: dict[str, str] = {}
+    for url in urls:
+        full, name = normalise(url), target_name(url)
+        while named.get(name, full) != full:
+            name += "_"
+        named[name] = full
+    if not named:
+        raise UsageError("no_target", "nothing to scrape", "Give at least one --scrape URL.")
+    return named
+
+
+class SnapshotWriter:
+    """Writes snapshots into a directory; each file appears whole or not at all."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        """Creates the directory. Raises TuningError (`cannot_write`) where that is impossible."""
+        self.directory = Path(directory)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._cannot(error) from None
+
+    def write(self, unix_s: float, target: str, text: str) -> Path:
+        """Write one exposition; a second one of the same millisecond and target replaces the first."""
+        path = self.directory / f"{round(unix_s * 1000)}-{target}{SUFFIX}"
+        try:
+            handle, temporary = tempfile.mkstemp(prefix=".", suffix=".part", dir=self.directory)
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    file.write(text)
+                os.chmod(temporary, 0o644)
+                os.replace(temporary, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+        except OSError as error:
+            raise self._cannot(error) from None
+        return path
+
+    def _cannot(self, error: OSError) -> TuningError:
+        return TuningError(
+            "cannot_write",
+            f"{self.directory}: {error.strerror or error}",
+            "Give a directory that can be written with --out.",
+        )
+
+
+@contextlib.asynccontextmanager
+async def http_fetch(timeout_s: float = SCRAPE_TIMEOUT_S) -> AsyncIterator[Fetch]:
+    """A fetch function over one HTTP client; it raises TuningError (`unreachable`, `http_status`)."""
+    import httpx
+
+    client: httpx.AsyncClient
+    async with httpx.AsyncClient(timeout=timeout_s, follow_redirects=True) as client:
+
+        async def fetch(url: str) -> str:
+            try:
+                answer = await client.get(url, headers={"accept": "text/plain;version=0.0.4;q=1,*/*;q=0.1"})
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                raise TuningError(
+                    "unreachable",
+                    f"{without_secrets(url)}: {error or type(error).__name__}",
+                    "Check that the target is up and reachable.",
+                ) from None
+            if answer.status_code != 200:
+                raise TuningError(
+                    "http_status",
+                    f"{without_secrets(url)}: HTTP {answer.status_code}",
+                    "Check the address; metrics are usually at /metrics.",
+                )
+            return answer.text
+
+        yield fetch
+
+
+async def scrape_rounds(
+    targets: dict[str, str],
+    clock: Clock,
+    interval_s: float,
+    stop: asyncio.Event,
+    sink: Sink,
+    fetch: Fetch,
+    *,
+    duration_s: float | None = None,
+    complain: Complain | None = None,
+) -> Recording:
+    """Scrape all targets every `interval_s` seconds of `clock` until `stop` is set or `duration_s` have passed.
+
+    The last round is taken at the end, whatever ends it, so that nothing that was counted is lost. A failed scrape is
+    counted and the round goes on; a first round in which no target answers raises that TuningError. Sink errors are
+    raised.
+    """
+    if not interval_s > 0:
+        raise UsageError("bad_interval", f"interval must be positive, got {interval_s}", "Give e.g. --interval 5s")
+    done = Recording()
+
+    async def one(name: str, url: str) -> TuningError | None:
+        try:
+            text = await fetch(url)
+        except TuningError as error:
+            done.failures[name] = done.failures.get(name, 0) + 1
+            done.last_failure[name] = error.message
+            if complain is not None:
+                complain(error.message)
+            return error
+        # Stamped on arrival: the counters are no older than that.
+        sink(clock.unix(), name, text)
+        done.snapshots += 1
+        return None
+
+    began = clock.now()
+    last = False
+    while True:
+        results = await asyncio.gather(*(one(name, url) for name, url in targets.items()))
+        done.rounds += 1
+        failed = [result for result in results if result is not None]
+        if done.rounds == 1 and len(failed) == len(targets):
+            raise failed[0]
+        elapsed = clock.now() - began
+        if last or stop.is_set() or (duration_s is not None and elapsed >= duration_s):
+            return done
+        # Rounds stay on the grid of the first; one that is late is skipped, not caught up.
+        due = (int(elapsed / interval_s) + 1) * interval_s
+        if duration_s is not None:
+            due = min(due, duration_s)
+        last = await _slept_or_stopped(clock, due - elapsed, stop)
+
+
+async def _slept_or_stopped(clock: Clock, seconds: float, stop: asyncio.Event) -> bool:
+    """Whether `stop` was set before `seconds` had passed."""
+    sleeping = asyncio.ensure_future(clock.sleep(seconds))
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((sleeping, stopping), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (sleeping, stopping):
+            task.cancel()
+        await asyncio.gather(sleeping, stopping, return_exceptions=True)
+    return stop.is_set()
+
+
+async def record(
+    targets: Sequence[str],
+    directory: str | os.PathLike[str],
+    clock: Clock,
+    interval_s: float,
+    stop: asyncio.Event,
+    *,
+    duration_s: float | None = None,
+    fetch: Fetch | None = None,
+    complain: Complain | None = None,
+) -> Recording:
+    """Write snapshots of `targets` (addresses) into `directory` until `stop` is set or `duration_s` have passed.
+
+    Times and intervals are `clock`'s, so that a recording of a scaled simulation is in model time. Raises TuningError
+    where the directory cannot be written or no target answers the first time.
+    """
+    named = names_of(targets)
+    writer = SnapshotWriter(directory)
+
+    def sink(unix_s: float, target: str, text: str) -> None:
+        writer.write(unix_s, target, text)
+
+    async with contextlib.AsyncExitStack() as stack:
+        use = fetch if fetch is not None else await stack.enter_async_context(http_fetch())
+        return await scrape_rounds(named, clock, interval_s, stop, sink, use, duration_s=duration_s, complain=complain)

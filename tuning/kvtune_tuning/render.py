@@ -1,0 +1,176 @@
+"""The document as text for people; fits 100 columns."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+WIDTH = 100
+_STYLE = {
+    "change": "bold yellow",
+    "off": "bold yellow",
+    "keep": "green",
+    "insufficient": "cyan",
+    "unidentifiable": "cyan",
+}
+_LEVEL = {"ok": "green", "info": "dim", "warning": "yellow", "error": "bold red"}
+_MARK = {"ok": "ok", "info": "note", "warning": "warn", "error": "ERROR"}
+_TITLE = {"decoder_kv_blocks_ttl": "TTL", "kv_recompute_threshold": "threshold"}
+
+
+def render_table(document: dict[str, Any], *, width: int = WIDTH, color: bool = False) -> str:
+    """The document as text of at most `width` columns, with ANSI colours if `color`."""
+    from rich.console import Console
+
+    console = Console(
+        file=io.StringIO(), width=width, force_terminal=color, no_color=not color, highlight=False, markup=False,
+        legacy_windows=False, color_system="standard" if color else None,
+    )  # fmt: skip
+    if "error" in document:
+        _error(console, document["error"])
+    else:
+        _report(console, document)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def _error(console: Any, error: dict[str, str]) -> None:
+    from rich.text import Text
+
+    console.print(Text.assemble(("error ", "bold red"), f"{error['code']}: {error['message']}"))
+    console.print(Text(error["hint"]))
+
+
+def _report(console: Any, document: dict[str, Any]) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    facts, window = document["evidence"], document["window"]
+    source = document["source"]
+    console.print(Text(f"kvtune suggest: {source['kind']} {', '.join(source.get('where', []))}"))
+    console.print(Text(
+        f"window {window['start']} to {window['end']} ({_duration(window['seconds'])}), {facts['scrapes']} scrapes, "
+        f"{facts['samples']} samples, restarts {sum(facts['restarts'].values())}"
+    ))  # fmt: skip
+    usage = facts["kv_usage_p99"]
+    console.print(Text(
+        f"{facts['turns']:.0f} turns, {facts['conversations']:.0f} conversations, {facts['gaps']:.0f} pauses; "
+        f"{facts['turn_ends_per_s']:.3g} turns/s on {facts['decode_engines']} decode engine(s), "
+        f"pool {_tokens(facts['pool_tokens'])} tokens, P99 usage {_percent(usage)}"
+    ))  # fmt: skip
+    for one in document["recommendations"]:
+        console.print()
+        assumed = " (assumed)" if one["current_assumed"] else ""
+        unit = " s" if one["unit"] == "seconds" else " tokens"
+        head = Text.assemble(
+            (one["setting"], "bold"), "  ", (one["status"].upper(), _STYLE[one["status"]]),
+            f"  now {one['current']:g}{unit}{assumed}",
+        )  # fmt: skip
+        if one["status"] == "change":
+            head.append(f" -> {one['recommended']:g}{unit}", "bold")
+        if one["interval"]:
+            head.append(f"  [{one['interval'][0]:g}, {one['interval'][1]:g}]")
+        console.print(head)
+        console.print(Padding(Text(one["reason"]), (0, 0, 0, 2)))
+        if one["clamped_by"]:
+            console.print(
+                Padding(Text(f"bound by {', '.join(one['clamped_by'])}; uncapped {_g(one['uncapped'])}"), (0, 0, 0, 2))
+            )
+        if one["retry_after"]:
+            console.print(Padding(Text(f"ask again in about {_duration(one['retry_after'])}"), (0, 0, 0, 2)))
+        if one["counterfactual"]:
+            console.print(Padding(_rows(one), (0, 0, 0, 2)))
+    console.print()
+    for check in document["checks"]:
+        mark = Text(f"{_MARK[check['level']]:>5}  ", _LEVEL[check["level"]])
+        console.print(_hanging(mark, check["message"]))
+    for title in ("apply", "rollback"):
+        change = document[title]
+        if change is None:
+            continue
+        console.print()
+        console.print(Text(title, "bold"))
+        for engine in change["engines"]:
+            console.print(_hanging(Text(f"  {engine['role']:>7}  "), engine["text"]))
+        if change["router"]:
+            console.print(_hanging(Text("   router  "), change["router"]))
+        console.print(Padding(Text(change["note"], "dim"), (0, 0, 0, 2)))
+    if "explain" in document:
+        console.print()
+        console.print(Text("explain", "bold"))
+        for line in (*document["explain"]["ttl"], *document["explain"]["threshold"]):
+            console.print(Padding(Text(line), (0, 0, 0, 2)))
+        for query in document["explain"]["queries"]:
+            console.print(Padding(Text(f"query {query}"), (0, 0, 0, 2)))
+
+
+def _hanging(mark: Any, text: str) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=0)
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row(mark, Text(text))
+    return grid
+
+
+def _rows(one: dict[str, Any]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False)
+    names: tuple[str, ...]
+    if one["unit"] == "seconds":
+        names = ("TTL", "turns reused", "of returning", "pinned mean", "pinned P99", "pool P99", "TTFT mean")
+    else:
+        names = ("threshold", "fetched", "history cost", "TTFT mean")
+    for name in (*names, ""):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    for row in one["counterfactual"]:
+        note = "now" if row["value"] == one["current"] else ""
+        if one["status"] == "change" and row["value"] == one["recommended"]:
+            note = "advised"
+        if row.get("bound"):
+            note = (note + " bound").strip()
+        cells: tuple[str, ...]
+        if one["unit"] == "seconds":
+            cells = (
+                f"{row['value']:g} s", _percent(row["hit_ratio"]), _percent(row["hit_ratio_returning"]),
+                _tokens(row["pinned_tokens_mean"]), _tokens(row["pinned_tokens_p99"]), _percent(row["pool_share_p99"]),
+                _ms(row["ttft_mean_s"]),
+            )  # fmt: skip
+        else:
+            cells = (
+                f"{row['value']:g}",
+                _percent(row["fetched_share"]),
+                _ms(row["extra_mean_s"]),
+                _ms(row["ttft_mean_s"]),
+            )
+        table.add_row(*cells, note, style="bold" if note.startswith(("now", "advised")) else None)
+    return table
+
+
+def _g(value: float | None) -> str:
+    return "unbounded" if value is None else f"{value:g}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.1f} ms"
+
+
+def _tokens(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value / 1e6:.2f}M" if value >= 1e6 else f"{value / 1e3:.1f}k" if value >= 1e4 else f"{value:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,240 @@
+"""The bodies of `kvtune suggest` and `kvtune record`: all but option parsing. Payload goes to stdout only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from kvtune_telemetry.clock import Clock, SystemClock
+
+from kvtune_tuning.errors import TuningError, UsageError
+
+DEFAULT_WINDOW_S = 3600.0
+"""Window asked of Prometheus."""
+FORMATS = ("table", "json", "yaml")
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhdw])")
+
+
+def seconds(text: str, option: str) -> float:
+    """A duration in seconds: `90`, `90s`, `1h30m`, `7d`. Raises UsageError."""
+    given = text.strip()
+    total = 0.0
+    if re.fullmatch(r"\d+(\.\d+)?", given):
+        total = float(given)
+    elif given and _DURATION.sub("", given) == "":
+        total = sum(float(number) * _UNITS[unit] for number, unit in _DURATION.findall(given))
+    if not 0 < total < 1e9:
+        raise UsageError(
+            "bad_duration", f"{option}: not a positive duration: {text!r}", "Write e.g. 90s, 30m, 1h30m or 7d."
+        )
+    return total
+
+
+@contextlib.contextmanager
+def _stop_on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Iterator[None]:
+    """Ctrl-C and SIGTERM set `stop`, so that the last round is still taken; a second one interrupts as usual."""
+    added = []
+
+    def once(sig: int) -> None:
+        stop.set()
+        loop.remove_signal_handler(sig)
+
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        # not in the main thread, or on a platform without: the default behaviour stays
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            loop.add_signal_handler(sig, once, sig)
+            added.append(sig)
+    try:
+        yield
+    finally:
+        for sig in added:
+            loop.remove_signal_handler(sig)
+
+
+def run_suggest(
+    *,
+    prometheus: str | None,
+    scrape: Sequence[str],
+    snapshot: str | Path | None,
+    window: str | None,
+    explain: bool,
+    output: str,
+    exit_code: bool,
+    interval: str,
+    duration: str,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    clock: Clock | None = None,
+) -> int:
+    """Run `kvtune suggest`; returns its exit code. Prints the document, also of a failure."""
+    from kvtune_tuning import document as documents
+    from kvtune_tuning.recording import without_secrets
+
+    out, err = stdout or sys.stdout, stderr or sys.stderr
+    source: dict[str, Any] | None = None
+    try:
+        if output not in FORMATS:
+            raise UsageError(
+                "bad_format", f"--format: unknown format {output!r}", f"Choose one of {', '.join(FORMATS)}."
+            )
+        given = [
+            name
+            for name, value in (("--prometheus", prometheus), ("--scrape", scrape), ("--snapshot", snapshot))
+            if value
+        ]
+        if len(given) != 1:
+            what = "no source" if not given else f"more than one source ({', '.join(given)})"
+            raise UsageError(
+                "one_source", what, "Give exactly one of --prometheus URL, --scrape URL..., --snapshot DIR."
+            )
+        window_s = seconds(window, "--window") if window else None
+        if prometheus:
+            source = {"kind": "prometheus", "where": [without_secrets(prometheus)]}
+        elif scrape:
+            source = {"kind": "scrape", "where": [without_secrets(url) for url in scrape]}
+        else:
+            source = {"kind": "snapshot", "where": [str(snapshot)]}
+        report = _suggest(source, prometheus, scrape, snapshot, window_s, explain, interval, duration, err, clock)
+        code = documents.exit_code(report, signal_change=exit_code)
+    except TuningError as error:
+        report = documents.failed(error, source)
+        code = 2 if isinstance(error, UsageError) else 1
+    _print(report, output, out, err)
+    return code
+
+
+def _suggest(
+    source: dict[str, Any],
+    prometheus: str | None,
+    scrape: Sequence[str],
+    snapshot: str | Path | None,
+    window_s: float | None,
+    explain: bool,
+    interval: str,
+    duration: str,
+    err: TextIO,
+    clock: Clock | None,
+) -> dict[str, Any]:
+    from kvtune_tuning import sources
+    from kvtune_tuning.api import suggest_series
+
+    queries: list[str] = []
+    if prometheus:
+        now = clock.unix() if clock is not None else time.time()
+        series, queries = sources.query_prometheus(prometheus, window_s=window_s or DEFAULT_WINDOW_S, end_unix_s=now)
+        window_s = None
+    elif scrape:
+        every, total = seconds(interval, "--interval"), seconds(duration, "--duration")
+        series = asyncio.run(_scrape(scrape, every, total, err, clock or SystemClock()))
+    else:
+        assert snapshot is not None
+        series = sources.read_snapshots(snapshot)
+    return suggest_series(series, source, window_s=window_s, explain=explain, queries=queries)
+
+
+async def _scrape(urls: Sequence[str], interval_s: float, duration_s: float, err: TextIO, clock: Clock) -> Any:
+    from kvtune_tuning import sources
+
+    stop = asyncio.Event()
+    tty = err.isatty()
+
+    def complain(message: str) -> None:
+        print(("\r" if tty else "") + f"scrape failed: {message}", file=err)
+
+    def progress(elapsed: float) -> None:
+        if tty:
+            print(f"\rscraping {elapsed:4.0f} of {duration_s:.0f} s", end="", file=err, flush=True)
+
+    if not tty:
+        print(f"scraping {len(urls)} target(s) for {duration_s:g} s, every {interval_s:g} s", file=err)
+    with _stop_on_signals(asyncio.get_running_loop(), stop):
+        series = await sources.scrape_live(
+            urls, clock, interval_s=interval_s, duration_s=duration_s, stop=stop, complain=complain, progress=progress
+        )
+    if tty:
+        print(file=err)
+    return series
+
+
+def _print(report: dict[str, Any], output: str, out: TextIO, err: TextIO) -> None:
+    if output == "json":
+        print(json.dumps(report, indent=2, allow_nan=False), file=out)
+    elif output == "yaml":
+        import yaml
+
+        out.write(yaml.safe_dump(report, sort_keys=False, allow_unicode=True, width=100))
+    else:
+        from kvtune_tuning.render import render_table
+
+        # an error is no payload: in the table format it is a message
+        where = err if "error" in report else out
+        where.write(render_table(report, color=where.isatty()))
+
+
+def run_record(
+    *,
+    scrape: Sequence[str],
+    out: str | Path,
+    interval: str,
+    duration: str | None,
+    output: str = "table",
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    clock: Clock | None = None,
+) -> int:
+    """Run `kvtune record` until its duration or Ctrl-C; returns its exit code. The summary goes to stdout."""
+    payload, err = stdout or sys.stdout, stderr or sys.stderr
+    try:
+        if output not in ("table", "json"):
+            raise UsageError("bad_format", f"--format: unknown format {output!r}", "Choose one of table, json.")
+        every = seconds(interval, "--interval")
+        total = seconds(duration, "--duration") if duration else None
+        summary = asyncio.run(_record(scrape, out, every, total, err, clock or SystemClock()))
+    except TuningError as error:
+        if output == "json":
+            print(json.dumps({"schema": "kvtune.record/1", "error": error.as_dict()}, indent=2), file=payload)
+        else:
+            print(f"error {error.code}: {error.message}\n{error.hint}", file=err)
+        return 2 if isinstance(error, UsageError) else 1
+    if output == "json":
+        print(json.dumps({"schema": "kvtune.record/1", **summary}, indent=2), file=payload)
+    else:
+        failures = sum(summary["failures"].values())
+        print(
+            f"{summary['snapshots']} snapshots of {summary['targets']} target(s) in {summary['directory']}"
+            + (f", {failures} scrapes failed" if failures else ""),
+            file=payload,
+        )
+    return 0
+
+
+async def _record(
+    urls: Sequence[str], directory: str | Path, interval_s: float, duration_s: float | None, err: TextIO, clock: Clock
+) -> dict[str, Any]:
+    from kvtune_tuning.recording import names_of, record
+
+    stop = asyncio.Event()
+    until = f"for {duration_s:g} s" if duration_s is not None else "until Ctrl-C"
+    targets = names_of(urls)
+    print(f"recording {len(targets)} target(s) every {interval_s:g} s {until}", file=err)
+    with _stop_on_signals(asyncio.get_running_loop(), stop):
+        done = await record(
+            urls, directory, clock, interval_s, stop, duration_s=duration_s,
+            complain=lambda message: print(f"scrape failed: {message}", file=err),
+        )  # fmt: skip
+    return {
+        "directory": str(directory),
+        "targets": len(targets),
+        "rounds": done.rounds,
+        "snapshots": done.snapshots,
+        "failures": done.failures,
+    }

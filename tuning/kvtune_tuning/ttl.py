@@ -1,0 +1,442 @@
+"""The advice on `decoder_kv_blocks_ttl`. Pure: no clock, no I/O.
+
+Retained KV is shot noise: pins arrive with the ends of turns and stay for min(gap, TTL). Its mean follows from
+Little's law, its variance from Campbell's theorem. The longest TTL whose 99th percentile still fits the pool beside
+the active requests is the memory form; the TTL beyond which another second of holding costs more than the prefill it
+saves is the value form. Memory comes first: it is what turns into queueing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvtune_tuning.gaps import GapCurves, Survival
+from kvtune_tuning.series import Floats
+
+SETTING = "decoder_kv_blocks_ttl"
+Z_P99 = 2.33
+"""Standard normal quantile of the 99th percentile."""
+POOL_SHARE = 0.9
+"""Share of the KV pool that the 99th percentile of retained and active KV may fill."""
+MIN_TTL_S = 15.0
+"""A shorter TTL leaves less than 10 s beyond the reader's margin."""
+MAX_TTL_S = 3600.0
+"""The longest gap that is measured."""
+STEP_S = 5.0
+MIN_CHANGE = 0.15
+"""Changes smaller than this share of the TTL in force are not worth a restart."""
+MIN_CONVERSATIONS = 20
+MIN_GAPS = 500
+CONVERSATIONS_FOR_INTERVAL = 50
+"""Intervals from fewer conversations cover far less than they claim."""
+DESIGN_EFFECT = 5.4
+"""Turns of one conversation are alike: so many of them tell as much as one independent turn (seen on agent traces)."""
+MIN_GAIN = 0.01
+"""A longer TTL must save at least this share of the savable prefill."""
+SCARCITY_FLOOR = 0.05
+"""Retained KV is never priced at nothing, or returns that no longer pay would be held for ever."""
+ENOUGH = 0.995
+"""A TTL that reaches this share of the returns that were seen reaches all that matter."""
+NEVER_RETURNS = 0.005
+"""Below this share of returning tokens, retention serves nobody."""
+_DRAWS = 200
+_LEAST_S = 1e-3
+"""A break-even below a millisecond is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class TtlInputs:
+    """What the advice is computed from. Rates and pools are those of the decode engine with the least room."""
+
+    current_s: float
+    margin_s: float
+    conversations: float
+    """Conversations first seen in the window."""
+    window_s: float
+    ends: float
+    """Turns that could return and ended in the window."""
+    curves: GapCurves
+    token_rate: float
+    """Tokens whose retention could begin, per second, on one decode engine."""
+    token_squared_rate: float
+    """Squares of those tokens, per second."""
+    mean_tokens: float
+    """Mean tokens held at a turn's end."""
+    pool_tokens: float | None
+    usage_p99: float | None
+    """99th percentile of the KV pool's usage (0 to 1); None when not exposed."""
+    active_mean: float | None
+    """Mean of the tokens in use that are not retained."""
+    active_variance: float
+    starved: bool
+    """Requests waited while the pool was full, or were preempted."""
+    kappa: float
+    """Observed over predicted retained tokens; 1 when it could not be measured."""
+    saving_s_per_token: float | None
+    """Seconds of prefill that one fetched token saves; None when the cost lines are not known."""
+    useful: float
+    """Share of the tokens of in-time returns that were really fetched, 0 to 1."""
+    ttft_followup_s: float | None
+    """Observed mean TTFT of follow-up turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class TtlRow:
+    """What one TTL would give. None where it cannot be said."""
+
+    value: float
+    hit_ratio: float
+    """Turns that return in time, of all that ended."""
+    hit_ratio_returning: float | None
+    """... of those that were seen to return at all."""
+    token_hit_ratio: float
+    pinned_tokens_mean: float
+    pinned_tokens_p99: float
+    pool_share_p99: float | None
+    """Retained (P99) and active tokens, as a share of the pool."""
+    prefill_saved_s_per_turn: float | None
+    ttft_mean_s: float | None
+    bound: bool
+    """Longer than the gaps that could be observed: the row is a bound (hits from below, memory from above)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TtlAdvice:
+    """The recommendation and every number behind it."""
+
+    status: str
+    current: float
+    recommended: float | None
+    interval: tuple[float, float] | None
+    uncapped: float | None
+    clamped_by: tuple[str, ...]
+    reason_code: str
+    reason: str
+    rows: tuple[TtlRow, ...]
+    memory_s: float | None
+    """The longest TTL that fits the pool."""
+    value_s: float | None
+    """The TTL beyond which holding no longer pays."""
+    break_even_s: float | None
+    """How long a token may be held for what fetching it saves, at the scarcity used."""
+    scarcity: float | None
+    retry_after_s: float | None = None
+
+
+def _grid() -> Floats:
+    return np.arange(STEP_S, MAX_TTL_S + STEP_S / 2, STEP_S)
+
+
+def pinned(inputs: TtlInputs, ttl_s: Floats) -> tuple[Floats, Floats]:
+    """Mean and variance of the tokens one decode engine retains at each TTL, after the correction by `kappa`."""
+    mean = inputs.kappa * inputs.token_rate * inputs.curves.tokens.integral(ttl_s)
+    variance = inputs.kappa * inputs.token_squared_rate * inputs.curves.tokens_squared.integral(ttl_s)
+    return mean, variance
+
+
+def filled(inputs: TtlInputs, ttl_s: Floats) -> Floats:
+    """99th percentile of retained and active tokens at each TTL."""
+    mean, variance = pinned(inputs, ttl_s)
+    return (inputs.active_mean or 0.0) + mean + Z_P99 * np.sqrt(variance + inputs.active_variance)
+
+
+def memory_ttl(inputs: TtlInputs) -> float:
+    """The longest TTL (s, a multiple of 5, at most an hour) that fits the pool; 0 if none does, inf without a pool."""
+    if inputs.pool_tokens is None:
+        return math.inf
+    grid = _grid()
+    fits = filled(inputs, grid) <= POOL_SHARE * inputs.pool_tokens
+    # monotone in the TTL: the first that does not fit ends it
+    return float(grid[-1]) if fits.all() else float(grid[int(np.argmin(fits))] - STEP_S)
+
+
+def worth(inputs: TtlInputs, ttl_s: Floats, break_even_s: float) -> Floats:
+    """J(T): savable prefill that is saved less the price of what is held, as a share of all tokens."""
+    in_time = 1.0 - inputs.curves.tokens.at(ttl_s - inputs.margin_s)
+    return inputs.useful * in_time - inputs.curves.tokens.integral(ttl_s) / break_even_s
+
+
+def scarcity(inputs: TtlInputs) -> float:
+    """How scarce the pool is, 0 to 1: 0 while usage leaves room, 1 when requests had to wait for it."""
+    if inputs.starved:
+        return 1.0
+    if inputs.usage_p99 is None:
+        return 0.0
+    return min(1.0, max(0.0, (inputs.usage_p99 - POOL_SHARE) / (1.0 - POOL_SHARE)))
+
+
+def under_pressure(inputs: TtlInputs) -> bool:
+    """Whether the pool was seen to be short: the only ground on which a TTL is ever lowered."""
+    return inputs.starved or (inputs.usage_p99 is not None and inputs.usage_p99 >= POOL_SHARE)
+
+
+def _break_even(inputs: TtlInputs, price: float) -> float | None:
+    if inputs.saving_s_per_token is None or inputs.pool_tokens is None:
+        return None
+    return max(0.0, inputs.saving_s_per_token) * inputs.pool_tokens / max(price, SCARCITY_FLOOR)
+
+
+def _value_ttl(inputs: TtlInputs, break_even_s: float | None) -> tuple[float | None, float | None]:
+    """Best TTL by value and its J; the whole range is scanned, a hazard need not fall."""
+    if break_even_s is None:
+        return None, None
+    if break_even_s < _LEAST_S:
+        return 0.0, -math.inf
+    grid = _grid()
+    j = worth(inputs, grid, break_even_s)
+    best = int(np.argmax(j))
+    return float(grid[best]), float(j[best])
+
+
+def reach_ttl(inputs: TtlInputs) -> float:
+    """The shortest TTL whose usable life reaches all but 0.5 % of the returns that were seen."""
+    curve = inputs.curves.tokens
+    seen = 1.0 - float(curve.values[-1])
+    grid = _grid()
+    enough = (1.0 - curve.at(grid - inputs.margin_s)) >= ENOUGH * seen
+    return float(grid[int(np.argmax(enough))]) if enough.any() else MAX_TTL_S
+
+
+def row(inputs: TtlInputs, ttl_s: float) -> TtlRow:
+    """What a TTL would give."""
+    at = np.asarray([ttl_s])
+    usable = np.asarray([ttl_s - inputs.margin_s])
+    now = np.asarray([inputs.current_s - inputs.margin_s])
+    turns, tokens = inputs.curves.turns, inputs.curves.tokens
+    hit, token_hit = 1.0 - float(turns.at(usable)[0]), 1.0 - float(tokens.at(usable)[0])
+    seen = 1.0 - float(turns.values[-1])
+    mean, variance = pinned(inputs, at)
+    p99 = float(mean[0] + Z_P99 * math.sqrt(float(variance[0])))
+    share = float(filled(inputs, at)[0]) / inputs.pool_tokens if inputs.pool_tokens else None
+    saved = ttft = None
+    if inputs.saving_s_per_token is not None:
+        per_hit = inputs.saving_s_per_token * inputs.mean_tokens * inputs.useful
+        saved = token_hit * per_hit
+        # Under pressure waiting for blocks dominates, and no mean of today says how long it would be at another TTL.
+        if inputs.ttft_followup_s is not None and not under_pressure(inputs) and seen > 0:
+            change = (float(tokens.at(usable)[0]) - float(tokens.at(now)[0])) * per_hit / seen
+            ttft = max(0.0, inputs.ttft_followup_s + change)
+    return TtlRow(
+        value=ttl_s,
+        hit_ratio=hit,
+        hit_ratio_returning=min(1.0, hit / seen) if seen > 0 else None,
+        token_hit_ratio=token_hit,
+        pinned_tokens_mean=float(mean[0]),
+        pinned_tokens_p99=p99,
+        pool_share_p99=share,
+        prefill_saved_s_per_turn=saved,
+        ttft_mean_s=ttft,
+        bound=ttl_s - inputs.margin_s > inputs.curves.horizon_s,
+    )
+
+
+def _rows(inputs: TtlInputs, *more: float | None) -> tuple[TtlRow, ...]:
+    values = {15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1800.0, inputs.current_s}
+    for value in more:
+        if value is not None and math.isfinite(value) and value > 0:
+            values |= {value, value / 2, value * 2}
+    values |= {inputs.current_s / 2, inputs.current_s * 2}
+    keep = sorted({round(v / STEP_S) * STEP_S if v != inputs.current_s else v for v in values})
+    return tuple(row(inputs, v) for v in keep if inputs.margin_s < v <= MAX_TTL_S or v == inputs.current_s)
+
+
+def perturbed(curve: Survival, factors: Floats) -> Survival:
+    """The curve with each bucket's mass multiplied by a factor of shape (n,)."""
+    mass = -np.diff(curve.values) * factors
+    left = np.clip(1.0 - np.cumsum(mass), 0.0, 1.0)
+    return Survival(curve.edges, np.concatenate(([1.0], left)))
+
+
+def _interval(inputs: TtlInputs, cap_s: float) -> tuple[float, float] | None:
+    """90 % interval of min(memory TTL, cap) by resampling bucket counts and the rate of ends at their effective sizes.
+
+    None below 50 conversations. Seeded: the same inputs give the same interval.
+    """
+    if inputs.conversations < CONVERSATIONS_FOR_INTERVAL or inputs.pool_tokens is None:
+        return None
+    rng = np.random.default_rng(20)
+    mass = -np.diff(inputs.curves.turns.values)
+    counts = np.maximum(mass * inputs.curves.exposure / DESIGN_EFFECT, 1e-9)
+    ends = max(1.0, inputs.ends / DESIGN_EFFECT)
+    found = []
+    for _ in range(_DRAWS):
+        factors = rng.gamma(counts) / counts
+        rate = rng.gamma(ends) / ends
+        draw = replace(
+            inputs,
+            curves=replace(
+                inputs.curves,
+                tokens=perturbed(inputs.curves.tokens, factors),
+                tokens_squared=perturbed(inputs.curves.tokens_squared, factors),
+            ),
+            token_rate=inputs.token_rate * rate,
+            token_squared_rate=inputs.token_squared_rate * rate,
+        )
+        found.append(min(max(memory_ttl(draw), MIN_TTL_S), cap_s))
+    low, high = np.quantile(found, (0.05, 0.95))
+    return float(low), float(high)
+
+
+def _retry_after(inputs: TtlInputs) -> float | None:
+    """Seconds until the minimum sample sizes are reached at the rates seen; None when nothing comes."""
+    if inputs.window_s <= 0:
+        return None
+    waits = []
+    for have, need in ((inputs.conversations, MIN_CONVERSATIONS), (inputs.curves.returned, MIN_GAPS)):
+        if have < need:
+            if have <= 0:
+                return None
+            waits.append((need - have) / (have / inputs.window_s))
+    return math.ceil(max(waits)) if waits else None
+
+
+def advise(inputs: TtlInputs) -> TtlAdvice:
+    """Recommend a TTL, or say why not.
+
+    `status` is change, keep, off or insufficient. The TTL is lowered only if the pool was seen to be short, raised
+    only if that surely gains at least 1 % of the savable prefill, and changed only by 15 % or more.
+    """
+    current = inputs.current_s
+    returning = 1.0 - float(inputs.curves.tokens.values[-1])
+    observed = inputs.curves.horizon_s >= min(current - inputs.margin_s, MAX_TTL_S)
+    blank = TtlAdvice("insufficient", current, None, None, None, (), "", "", (), None, None, None, None)
+    if (
+        returning < NEVER_RETURNS
+        and observed
+        and inputs.conversations >= MIN_CONVERSATIONS
+        and float(inputs.curves.exposure.min(initial=math.inf)) >= MIN_GAPS
+    ):
+        # Too few returns to place a TTL among them, but enough turns that had the time to return.
+        return replace(
+            blank, status="off", reason_code="nobody_returns", rows=_rows(inputs), uncapped=0.0,
+            reason=f"switch retention off: {100 * (1 - returning):.1f} % of what is held belongs to conversations that "
+            f"did not return within {inputs.curves.horizon_s:.0f} s",
+        )  # fmt: skip
+    if inputs.conversations < MIN_CONVERSATIONS or inputs.curves.returned < MIN_GAPS:
+        return replace(
+            blank,
+            reason_code="too_few_gaps",
+            reason=f"cannot tell: {inputs.conversations:.0f} conversations and {inputs.curves.returned:.0f} pauses "
+            f"seen in {inputs.window_s:.0f} s, need {MIN_CONVERSATIONS} and {MIN_GAPS}",
+            retry_after_s=_retry_after(inputs),
+        )
+    if inputs.pool_tokens is None or inputs.usage_p99 is None or inputs.active_mean is None:
+        missing = "the size of decode's KV pool" if inputs.pool_tokens is None else "vllm:kv_cache_usage_perc of decode"
+        return replace(
+            blank,
+            reason_code="missing_series",
+            reason=f"cannot tell: {missing} was not found, so nothing says what retention may use",
+            rows=_rows(inputs),
+        )
+    pressed = under_pressure(inputs)
+    memory = memory_ttl(inputs)
+    price = scarcity(inputs)
+    # Once what is pinned fits, the pool is no longer scarce: the value form is asked at the scarcity after the change.
+    after = SCARCITY_FLOOR if memory >= MIN_TTL_S else max(price, SCARCITY_FLOOR)
+    break_even = _break_even(inputs, after)
+    value, _ = _value_ttl(inputs, break_even)
+    reach = reach_ttl(inputs)
+    base = replace(blank, memory_s=memory, value_s=value, break_even_s=break_even, scarcity=after)
+
+    def keep(code: str, reason: str, target: float | None) -> TtlAdvice:
+        return replace(
+            base, status="keep", recommended=current, reason_code=code, reason=reason,
+            uncapped=target, rows=_rows(inputs),
+        )  # fmt: skip
+
+    if pressed:
+        best = _best_under_pressure(inputs, memory, price)
+        if best is not None and best <= 0:
+            never = float(inputs.curves.turns.values[-1])
+            return replace(
+                base, status="off", reason_code="does_not_pay", rows=_rows(inputs, memory), uncapped=0.0,
+                break_even_s=_break_even(inputs, price), scarcity=price,
+                reason=f"switch retention off: the pool is short, and no TTL that fits saves more than it costs "
+                f"({100 * never:.0f} % of turns have no return within {inputs.curves.horizon_s:.0f} s)",
+            )  # fmt: skip
+    bounds = {"memory": memory}
+    if observed or not pressed:
+        # What lies beyond the longest observable pause is no ground for a shorter TTL.
+        bounds["reach"] = reach
+        if value is not None:
+            bounds["value"] = value
+    if not pressed:
+        bounds["horizon"] = max(current, inputs.curves.horizon_s + inputs.margin_s)
+    binding = min(bounds, key=lambda name: bounds[name])
+    uncapped = bounds[binding]
+    clamps = [binding]
+    target = math.floor(uncapped / STEP_S) * STEP_S
+    if target < MIN_TTL_S:
+        target, clamps = MIN_TTL_S, [binding, "floor"]
+    if target >= MAX_TTL_S:
+        target, clamps = MAX_TTL_S, [*clamps, "ceiling"]
+    usage = 100 * inputs.usage_p99
+    if not pressed and target <= current:
+        if memory < current:
+            return keep(
+                "no_pressure_observed",
+                f"keep {current:g} s: a shorter TTL is only advised once the pool is seen to be short "
+                f"(P99 usage {usage:.0f} %), though by the model {memory:.0f} s is all that fits",
+                uncapped,
+            )
+        return keep("pool_slack", f"keep {current:g} s: the pool has room (P99 usage {usage:.0f} %) "
+                    "and a longer TTL would gain nothing", uncapped)  # fmt: skip
+    if pressed and target >= current:
+        return keep(
+            "pressure_not_from_retention",
+            f"keep {current:g} s: the pool is short (P99 usage {usage:.0f} %), but what is retained explains it "
+            f"only if held for more than {memory:.0f} s; look at the active requests",
+            uncapped,
+        )
+    if abs(target - current) < MIN_CHANGE * current:
+        return keep("change_too_small", f"keep {current:g} s: {target:.0f} s would be best, "
+                    f"less than {100 * MIN_CHANGE:.0f} % away", uncapped)  # fmt: skip
+    now, then = row(inputs, current), row(inputs, target)
+    if target > current:
+        gain = (then.token_hit_ratio - now.token_hit_ratio) * inputs.useful
+        sure = gain - 1.28 * math.sqrt(max(gain, 0.0) * (1 - min(1.0, gain)) * DESIGN_EFFECT / max(1.0, inputs.ends))
+        if sure < MIN_GAIN:
+            return keep(
+                "gain_too_small",
+                f"keep {current:g} s: {target:.0f} s would reach {100 * gain:.1f} % more of the history, "
+                f"too little or too uncertain to act on",
+                uncapped,
+            )
+        code = "late_returns"
+        reason = (
+            f"{current:g} -> {target:.0f} s: the pool has room (P99 usage {usage:.0f} %) and conversations return "
+            f"later; turns reused {100 * now.hit_ratio:.1f} -> {100 * then.hit_ratio:.1f} %"
+        )
+    else:
+        code = "pool_pressure"
+        why = {
+            "memory": f"P99 of retained and active KV would need {100 * (now.pool_share_p99 or 0.0):.0f} % of the pool",
+            "reach": f"the pool is short and all but {100 * (1 - ENOUGH):.1g} % of the returns come sooner",
+            "value": "the pool is short and holding on costs more than late returns save",
+        }[binding]
+        reason = (
+            f"{current:g} -> {target:.0f} s: {why}, at {inputs.ends / inputs.window_s:.2f} turns/s; "
+            f"turns reused {100 * now.hit_ratio:.1f} -> {100 * then.hit_ratio:.1f} %"
+        )
+    cap = min((v for k, v in bounds.items() if k != "memory"), default=MAX_TTL_S)
+    interval = _interval(inputs, max(MIN_TTL_S, cap)) if binding == "memory" else None
+    return replace(
+        base, status="change", recommended=target, uncapped=uncapped, clamped_by=tuple(clamps), reason_code=code,
+        reason=reason, interval=interval and (min(interval[0], target), max(interval[1], target)),
+        rows=_rows(inputs, target),
+    )  # fmt: skip
+
+
+def _best_under_pressure(inputs: TtlInputs, memory_s: float, price: float) -> float | None:
+    """The best J of the TTLs that fit, at the scarcity seen; None when savings are not known."""
+    break_even = _break_even(inputs, price)
+    if break_even is None:
+        return None
+    if break_even < _LEAST_S:
+        return -math.inf
+    grid = _grid()
+    grid = grid[grid <= max(memory_s, MIN_TTL_S)]
+    return float(worth(inputs, grid, break_even).max())
