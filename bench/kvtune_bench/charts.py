@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtune_telemetry.vocabulary import Outcome, Path
-
 from kvtune_bench.load import TurnRecord
+from kvtune_telemetry.vocabulary import Outcome, Path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

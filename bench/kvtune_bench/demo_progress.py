@@ -7,13 +7,13 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvtune_telemetry.clock import Clock
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from kvtune_bench.figures import quantile
 from kvtune_bench.load import TurnRecord
+from kvtune_telemetry.clock import Clock
 
 _RECENT = 200
 """Turns the moving quantiles are taken over."""

@@ -20,6 +20,15 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from loguru import logger
+from prometheus_client import CollectorRegistry
+
+from kvtune_bench.calibration import Calibration, Noise, calibration
+from kvtune_bench.engine_chain import Chain
+from kvtune_bench.engine_metrics import ENGINE_INDEX, VllmMetrics
+from kvtune_bench.faults import Faults
+from kvtune_bench.pool import Pages, Pool
+from kvtune_bench.sidechannel import DeadPeerError, Peer, SideChannelServer
 from kvtune_connector import wire
 from kvtune_connector.fingerprint import stride_for
 from kvtune_connector.policy import DEFAULT_THRESHOLD_TOKENS, DEFAULT_TTL_S, EXPIRY_MARGIN_S, Offer, Verdict, decide
@@ -36,15 +45,6 @@ from kvtune_telemetry.events import (
 )
 from kvtune_telemetry.recorder import ConnectorRecorder
 from kvtune_telemetry.vocabulary import Decision, Direction, End, Reason, Role
-from loguru import logger
-from prometheus_client import CollectorRegistry
-
-from kvtune_bench.calibration import Calibration, Noise, calibration
-from kvtune_bench.engine_chain import Chain
-from kvtune_bench.engine_metrics import ENGINE_INDEX, VllmMetrics
-from kvtune_bench.faults import Faults
-from kvtune_bench.pool import Pages, Pool
-from kvtune_bench.sidechannel import DeadPeerError, Peer, SideChannelServer
 
 LEASE_S = 30.0
 """vLLM's `kv_lease_duration`: how long P keeps a prompt's KV for D."""

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from kvtune_connector.fingerprint import LINK_BYTES, Fingerprint, _link, _root, fingerprint, stride_for, verified_prefix
+from kvtune_connector.fingerprint import (
+    LINK_BYTES,
+    Fingerprint,
+    fingerprint,
+    link_of,
+    root_link,
+    stride_for,
+    verified_prefix,
+)
 
 
 class Chain:
@@ -33,18 +41,18 @@ class Chain:
         data = memoryview(self._data)
         width = self.stride * 4
         links = self.links
-        link = links[-1] if links else _root(self._seed)
+        link = links[-1] if links else root_link(self._seed)
         for start in range(len(links) * width, len(data) // width * width, width):
-            link = _link(link, data[start : start + width])
+            link = link_of(link, data[start : start + width])
             links.append(link)
 
     def cut(self, tokens: int) -> bytes:
         """The hash that stands for the first `tokens` tokens: equal iff they are equal."""
         width = self.stride * 4
         full = min(tokens, self.tokens) // self.stride
-        link = self.links[full - 1] if full else _root(self._seed)
+        link = self.links[full - 1] if full else root_link(self._seed)
         rest = memoryview(self._data)[full * width : tokens * 4]
-        return _link(link, rest) if rest else link
+        return link_of(link, rest) if rest else link
 
     def fingerprint(self, block_size: int) -> Fingerprint:
         """The fingerprint D exports. Hashes again only if the sequence is so long that it needs a longer stride."""

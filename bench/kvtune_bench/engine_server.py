@@ -23,15 +23,15 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
-from kvtune_telemetry.clock import Clock
-from kvtune_telemetry.exposition import render
-from kvtune_telemetry.logs import setup_logging
 from loguru import logger
 
 from kvtune_bench import tokens
 from kvtune_bench.calibration import Calibration, CalibrationError
 from kvtune_bench.engine import Engine, EngineConfig, EngineError, Job, Reference
 from kvtune_bench.faults import FaultError
+from kvtune_telemetry.clock import Clock
+from kvtune_telemetry.exposition import render
+from kvtune_telemetry.logs import setup_logging
 
 Endpoint = Literal["chat", "completions"]
 

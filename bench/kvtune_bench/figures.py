@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from kvtune_telemetry import buckets
-from kvtune_telemetry.vocabulary import Direction, End, Outcome, Path, Role
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtune_bench.load import TurnRecord
+from kvtune_telemetry import buckets
+from kvtune_telemetry.vocabulary import Direction, End, Outcome, Path, Role
 
 Arm = Literal["on", "off"]
 

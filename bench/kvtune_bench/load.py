@@ -12,10 +12,10 @@ from typing import Any
 import aiohttp
 import numpy as np
 import orjson
-from kvtune_telemetry.clock import Clock
 
 from kvtune_bench import tokens
 from kvtune_bench.traces import Plan, PlannedTurn
+from kvtune_telemetry.clock import Clock
 
 OUTCOME_HEADER = "X-Kvtune-Outcome"
 """The router's debug header: what became of the turn's reference (`kvtune_telemetry.vocabulary.Outcome`)."""

@@ -31,10 +31,9 @@ def _die_with_parent() -> None:
 class ChildProcess:
     """A started child. `ready` is the first line it printed on stdout."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, ready: str, log: Path) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, ready: str) -> None:
         self.name = name
         self.ready = ready
-        self.log = log
         self._process = process
 
     @property
@@ -48,12 +47,12 @@ class ChildProcess:
         return self._process.returncode
 
     @classmethod
-    async def start(cls, name: str, command: Sequence[str], log: Path) -> ChildProcess:
-        """Start `command`, its stderr appended to `log`, and wait for its first line. Raises ProcessError.
+    async def start(cls, name: str, command: Sequence[str], log: Path | None = None) -> ChildProcess:
+        """Start `command` and wait for its first line. Its stderr goes to `log`, or to ours. Raises ProcessError.
 
         The child has a session of its own: a Ctrl-C reaches the parent only, which then stops its children in order.
         """
-        with log.open("ab") as stream:
+        with log.open("ab") if log is not None else contextlib.nullcontext() as stream:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -76,7 +75,7 @@ class ChildProcess:
         if not line:
             status = await process.wait()
             raise ProcessError(f"{name} stopped with status {status}; {_tail(log)}")
-        return cls(name, process, line, log)
+        return cls(name, process, line)
 
     async def stop(self) -> int:
         """Ask it to stop; kill it when it does not. Returns its exit status."""
@@ -102,7 +101,9 @@ async def _kill(process: asyncio.subprocess.Process) -> int:
     return await process.wait()
 
 
-def _tail(log: Path) -> str:
+def _tail(log: Path | None) -> str:
+    if log is None:
+        return "see its log"
     try:
         lines = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
     except OSError:

@@ -7,10 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvtune_telemetry.vocabulary import Outcome
-
 from kvtune_bench.charts import Chart, all_charts, both, percent, seconds, tokens
 from kvtune_bench.load import TurnRecord
+from kvtune_telemetry.vocabulary import Outcome
 
 SCHEMA = "kvtune.demo/1"
 MANY_FACTS = 8
@@ -63,9 +62,13 @@ _NEXT = (
         "Ask for advice on a live deployment",
         "kvtune suggest --prometheus http://prometheus:9090 --window 24h",
     ),
-    ("Check a deployment, and what to mend", "kvtune doctor"),
-    ("Try other settings on a trace, without engines", "kvtune simulate --trace FILE"),
-    ("See every decision on a dashboard", "kvtune dashboards render"),
+    (
+        "Record what engines and router say of themselves, and ask later",
+        "kvtune record --scrape http://router:9400/metrics --scrape http://decode:8200/metrics --out DIR\n"
+        "kvtune suggest --snapshot DIR",
+    ),
+    ("Put the router in front of your engines", "kvtune router --prefill http://P:8100 --decode http://D:8200"),
+    ("See what every metric means", "kvtune metrics"),
 )
 
 _CSS = """

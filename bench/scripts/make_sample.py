@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+
 from kvtune_bench.traces import COLUMNS, Conversation, load_trace
 
 BENCH = Path(__file__).resolve().parent.parent

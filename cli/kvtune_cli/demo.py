@@ -32,11 +32,11 @@ def demo(
     Prints the advice on stdout and writes an HTML report. Ends by itself and leaves no process behind.
     """
     import orjson
+
     from kvtune_bench.calibration import CalibrationError
     from kvtune_bench.demo import DemoError, DemoSettings, default_out, run_to_end, statement
     from kvtune_bench.process import ProcessError
     from kvtune_bench.traces import TraceError
-
     from kvtune_cli.errors import fail
 
     try:

@@ -33,9 +33,11 @@ def _main(
 
 
 def _register() -> None:
-    from kvtune_cli import bench, demo, metrics, router
+    from kvtune_cli import bench, demo, metrics, record, router, suggest
 
     app.command("demo")(demo.demo)
+    app.command("suggest")(suggest.suggest)
+    app.command("record")(record.record)
     app.command("router")(router.router)
     app.command("metrics")(metrics.metrics)
     benchmarks = typer.Typer(help="Simulated engines and measurements.", no_args_is_help=True, rich_markup_mode=None)

@@ -52,14 +52,13 @@ def router(
     flight. Each flag is also an environment variable, KVTUNE_ROUTER_<FLAG>.
     """
     given = {name: value for name, value in locals().items() if name != "config" and value not in (None, [])}
+    from kvtune_cli.errors import fail
+    from kvtune_cli.loop import run_loop
     from kvtune_router.config import ConfigError, load_config
     from kvtune_router.engines import EngineAddressError
     from kvtune_router.server import ServeError, ready_line, serve_until_stopped
     from kvtune_telemetry.logs import setup_logging
     from kvtune_telemetry.tracing import TracingError
-
-    from kvtune_cli.errors import fail
-    from kvtune_cli.loop import run_loop
 
     for name in ("prefill", "decode"):
         if name in given:

@@ -96,11 +96,13 @@ def _little_endian(tokens: Iterable[int]) -> memoryview:
     return memoryview(packed).cast("B")
 
 
-def _root(seed: bytes) -> bytes:
+def root_link(seed: bytes) -> bytes:
+    """The link before a sequence's first stride."""
     return blake2b(seed, digest_size=LINK_BYTES, person=b"kvtune.fp.root").digest()
 
 
-def _link(previous: bytes, tokens: memoryview) -> bytes:
+def link_of(previous: bytes, tokens: memoryview) -> bytes:
+    """The link after `previous` for a stride's (or tail's) little-endian 32-bit token ids."""
     # A keyed hash would cost one more compression a link; concatenation of a fixed-size prefix is unambiguous.
     return blake2b(previous + tokens, digest_size=LINK_BYTES).digest()
 
@@ -114,13 +116,13 @@ def fingerprint(tokens: Iterable[int], *, stride: int, seed: bytes = b"", count:
     data = _little_endian(tokens)
     total = len(data) // 4 if count is None else min(count, len(data) // 4)
     width = stride * 4
-    link = _root(seed)
+    link = root_link(seed)
     links = []
     full = total // stride
     for start in range(0, full * width, width):
-        link = _link(link, data[start : start + width])
+        link = link_of(link, data[start : start + width])
         links.append(link)
-    tail = _link(link, data[full * width : total * 4]) if total % stride else b""
+    tail = link_of(link, data[full * width : total * 4]) if total % stride else b""
     return Fingerprint(total, stride, b"".join(links), tail)
 
 
@@ -132,14 +134,14 @@ def verified_prefix(held: Fingerprint, tokens: Iterable[int], *, seed: bytes = b
     """
     data = _little_endian(tokens)
     width = held.stride * 4
-    link = _root(seed)
+    link = root_link(seed)
     full = held.tokens // held.stride
     for index in range(min(full, len(data) // width)):
-        link = _link(link, data[index * width : (index + 1) * width])
+        link = link_of(link, data[index * width : (index + 1) * width])
         if link != held.chain[index * LINK_BYTES : (index + 1) * LINK_BYTES]:
             return index * held.stride
     if full * width > len(data):
         return len(data) // width * held.stride
-    if held.tail and len(data) >= held.tokens * 4 and _link(link, data[full * width : held.tokens * 4]) == held.tail:
+    if held.tail and len(data) >= held.tokens * 4 and link_of(link, data[full * width : held.tokens * 4]) == held.tail:
         return held.tokens
     return full * held.stride

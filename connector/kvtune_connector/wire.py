@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvtune_telemetry.vocabulary import Decision, Reason
-
 from kvtune_connector.fingerprint import Fingerprint, FingerprintError
+from kvtune_telemetry.vocabulary import Decision, Reason
 
 KEY = "kvtune"
 """The one key that kvtune adds inside `kv_transfer_params`."""

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import orjson
+
 from kvtune_connector.wire import PARAMS
 
 _FIELD = PARAMS.encode()

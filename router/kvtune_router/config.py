@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from kvtune_connector.policy import DEFAULT_TTL_S, EXPIRY_MARGIN_S
 from kvtune_telemetry.clock import clock_from_spec
 

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvtune_router.identity import Identifier, Identity, Mark
 from kvtune_telemetry import events
 from kvtune_telemetry.vocabulary import Outcome, ReferenceEnd
-
-from kvtune_router.identity import Identifier, Identity, Mark
 
 Emit = Callable[[events.RouterEvent], None]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import aiohttp
+
 from kvtune_telemetry import events
 from kvtune_telemetry.vocabulary import Role
 

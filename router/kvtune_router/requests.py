@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from kvtune_connector.wire import KEY, PARAMS, request_extras
 
+from kvtune_connector.wire import KEY, PARAMS, request_extras
 from kvtune_router.errors import RequestError
 from kvtune_router.identity import ID_FIELDS
 

@@ -12,11 +12,6 @@ from importlib.metadata import PackageNotFoundError, version
 import aiohttp
 import orjson
 from aiohttp import web
-from kvtune_telemetry import events
-from kvtune_telemetry.clock import Clock, clock_from_spec
-from kvtune_telemetry.exposition import render
-from kvtune_telemetry.recorder import RouterRecorder
-from kvtune_telemetry.tracing import Tracing, provider_from_environment
 from loguru import logger
 from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry
 
@@ -27,6 +22,11 @@ from kvtune_router.errors import RequestError, error_response
 from kvtune_router.identity import Identifier
 from kvtune_router.legs import CLIENT_ERRORS
 from kvtune_router.turn import TurnServer
+from kvtune_telemetry import events
+from kvtune_telemetry.clock import Clock, clock_from_spec
+from kvtune_telemetry.exposition import render
+from kvtune_telemetry.recorder import RouterRecorder
+from kvtune_telemetry.tracing import Tracing, provider_from_environment
 
 _ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/models": "models"}
 _SWEEP_S = 1.0

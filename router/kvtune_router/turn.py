@@ -17,13 +17,8 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from kvtune_connector.wire import Report, read_report, read_ttl_s
-from kvtune_telemetry import events
-from kvtune_telemetry.clock import Clock
-from kvtune_telemetry.recorder import RouterRecorder
-from kvtune_telemetry.tracing import Tracing, TurnTrace
-from kvtune_telemetry.vocabulary import Decision, Outcome, Phase, Reason, ReferenceEnd, Role
 
+from kvtune_connector.wire import Report, read_report, read_ttl_s
 from kvtune_router.answers import StreamStripper, strip_document
 from kvtune_router.config import RouterConfig
 from kvtune_router.conversations import Arrival, ConversationStore, Reference
@@ -33,6 +28,11 @@ from kvtune_router.identity import Identifier, Identity, IdentityError
 from kvtune_router.legs import CLIENT_ERRORS, Fault, LegFault, Prefilled, fault_of, prefill
 from kvtune_router.requests import TurnRequest, decode_body, parse_turn, prefill_body, without_ids
 from kvtune_router.resume import Diverged, Resumer
+from kvtune_telemetry import events
+from kvtune_telemetry.clock import Clock
+from kvtune_telemetry.recorder import RouterRecorder
+from kvtune_telemetry.tracing import Tracing, TurnTrace
+from kvtune_telemetry.vocabulary import Decision, Outcome, Phase, Reason, ReferenceEnd, Role
 
 _RESUMABLE_BYTES = 4 * 1024 * 1024
 """Streams longer than this are not kept for resuming."""

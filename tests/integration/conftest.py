@@ -9,6 +9,7 @@ import aiohttp
 import orjson
 import pytest
 from aiohttp import web
+
 from kvtune_bench.engine import EngineConfig
 from kvtune_bench.engine_server import EngineServer, running_engine
 from kvtune_router.config import RouterConfig

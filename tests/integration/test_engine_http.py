@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+
 from kvtune_bench import tokens
 from kvtune_bench.engine import EngineConfig
 from kvtune_bench.engine_server import EngineServer, running_engine

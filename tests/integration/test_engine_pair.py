@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+
 from kvtune_bench import tokens
 from kvtune_bench.calibration import PRESETS
 from kvtune_bench.engine import EngineConfig

@@ -9,9 +9,11 @@ from typing import Any
 
 import aiohttp
 import pytest
+
 from kvtune_bench import tokens
 from kvtune_bench.engine import EngineConfig
-from kvtune_bench.engine_process import EngineProcess, EngineStartError, engine_process
+from kvtune_bench.engine_process import EngineProcess, engine_process
+from kvtune_bench.process import ProcessError
 from kvtune_connector import wire
 from kvtune_telemetry.clock import ScaledClock
 from kvtune_telemetry.vocabulary import Role
@@ -71,7 +73,7 @@ async def test_a_port_in_use_is_one_line() -> None:
         assert (process.returncode, out) == (1, b"")
         lines = err.decode().splitlines()
         assert len(lines) == 1 and f"127.0.0.1:{port}" in lines[0] and "in use" in lines[0]
-        with pytest.raises(EngineStartError, match="status 1"):
+        with pytest.raises(ProcessError, match="status 1"):
             await EngineProcess.start(config)
 
 

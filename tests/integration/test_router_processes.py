@@ -11,6 +11,7 @@ from pathlib import Path
 import aiohttp
 import orjson
 import pytest
+
 from kvtune_bench.load import LoadSettings, TurnRecord, replay, simulated_answer
 from kvtune_bench.process import ChildProcess, ProcessError
 from kvtune_bench.traces import load_trace, plan

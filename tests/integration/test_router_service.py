@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 import pytest
 from aiohttp import web
+
 from kvtune_bench import tokens
 from kvtune_router.answers import strip_document
 from kvtune_telemetry.logs import setup_logging

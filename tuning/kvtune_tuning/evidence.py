@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from kvtune_connector.policy import DEFAULT_THRESHOLD_TOKENS, DEFAULT_TTL_S, EXPIRY_MARGIN_S
 from kvtune_telemetry.buckets import GAP_SECONDS, SIZE_EDGES
 from kvtune_telemetry.vocabulary import Decision, Outcome, Path, Reason, Role
-
 from kvtune_tuning import threshold, ttl
 from kvtune_tuning.errors import TuningError
 from kvtune_tuning.gaps import GapCurves, Survival, mean_held, survival
@@ -93,13 +93,14 @@ def gather(series: SeriesSet) -> Evidence:
     share = pools.shares.get(tightest, 1.0) if tightest is not None else 1.0 / max(1, len(pools.targets))
     pool = pools.tokens.get(tightest) if tightest is not None else None
     kappa, held_observed, held_predicted = _kappa(series, pools, curves.tokens, tokens_ended, ttl_setting.value)
-    usage = _usage(series, roles, pools, tightest)
+    usage = _usage(series, roles, pools)
     starved, preempted = _starved(series, roles, pools, mean_tokens)
     fetch, recompute = _points(series, Path.FETCH, start, end), _points(series, Path.RECOMPUTE, start, end)
     saving = saving_per_token(recompute, fetch)
     useful, useful_known = _useful(series, ttl_setting.value - margin.value)
     ttft = _ttft(series)
-    conversations = series.increase("kvtune_conversations_total") or 0.0
+    new_conversations = series.increase("kvtune_conversations_total") or 0.0
+    conversations = new_conversations + _alive_at_start(series)
     ttl_inputs = ttl.TtlInputs(
         current_s=ttl_setting.value,
         margin_s=margin.value,
@@ -173,6 +174,7 @@ def gather(series: SeriesSet) -> Evidence:
         "turns": series.increase("kvtune_turns_total") or 0.0,
         "turns_by_outcome": _by(series, "kvtune_turns_total", "outcome"),
         "conversations": conversations,
+        "conversations_new": new_conversations,
         "gaps": curves.returned,
         "turn_ends": rates[_ENDS[0]] * window,
         "turns_given_up": series.increase("kvtune_turns_given_up_total"),
@@ -283,6 +285,16 @@ def _pools(series: SeriesSet, roles: dict[str, str]) -> _Pools:
     return _Pools(targets, tokens, shares)
 
 
+def _alive_at_start(series: SeriesSet) -> float:
+    """Conversations that were going on when the window began.
+
+    The router remembers ended ones for long, decode retains only what may return: the smaller of the two is taken.
+    """
+    remembered = sum(float(s.values[0]) for s in series.named("kvtune_conversations_remembered"))
+    retained = sum(float(s.values[0]) for s in series.named("kvtune_retained_requests"))
+    return max(0.0, min(remembered, retained))
+
+
 class _Ended:
     """Turns (or weights) that had ended by a time, over all routers, each extrapolated to before its first scrape.
 
@@ -377,20 +389,23 @@ class _Usage:
     active_variance: float
 
 
-def _usage(series: SeriesSet, roles: dict[str, str], pools: _Pools, tightest: str | None) -> _Usage:
-    """Usage of the fullest decode engine, and what requests in progress hold on an average one."""
-    p99: list[float] = []
+def _usage(series: SeriesSet, roles: dict[str, str], pools: _Pools) -> _Usage:
+    """Usage of the fullest decode engine, and what requests in progress hold on the busiest one."""
+    by_target: dict[str, list[Series]] = {}
+    for one in series.named("vllm:kv_cache_usage_perc"):
+        if roles.get(one.target) == Role.DECODE:
+            by_target.setdefault(one.target, []).append(one)
+    p99 = [float(np.quantile(one.values, 0.99)) for ranks in by_target.values() for one in ranks]
     active: list[Floats] = []
-    for usage in series.named("vllm:kv_cache_usage_perc"):
-        if roles.get(usage.target) != Role.DECODE:
-            continue
-        p99.append(float(np.quantile(usage.values, 0.99)))
-        pool = pools.tokens.get(usage.target)
+    for target, ranks in by_target.items():
+        pool = pools.tokens.get(target)
         if pool is None:
             continue
-        retained = [s for s in series.named("kvtune_retained_tokens") if s.target == usage.target]
-        held = _summed(retained, usage.times)
-        active.append(np.maximum(0.0, usage.values * pool - held))
+        retained = [s for s in series.named("kvtune_retained_tokens") if s.target == target]
+        times = ranks[0].times
+        # data-parallel ranks of one target have a series and an equal share of the pool each
+        used = sum((np.interp(times, one.times, one.values) for one in ranks), np.zeros_like(times)) / len(ranks)
+        active.append(np.maximum(0.0, used * pool - _summed(retained, times)))
     if not active:
         return _Usage(max(p99, default=None), None, 0.0)
     means = [float(a.mean()) for a in active]
@@ -409,7 +424,11 @@ def _starved(series: SeriesSet, roles: dict[str, str], pools: _Pools, mean_token
     for waiting in series.named("vllm:num_requests_waiting"):
         if roles.get(waiting.target) != Role.DECODE:
             continue
-        usage = [s for s in series.named("vllm:kv_cache_usage_perc") if s.target == waiting.target]
+        usage = [
+            s
+            for s in series.named("vllm:kv_cache_usage_perc")
+            if s.target == waiting.target and s.label("engine") == waiting.label("engine")
+        ]
         pool = pools.tokens.get(waiting.target)
         if not usage or not pool:
             continue

@@ -14,6 +14,7 @@ CATALOGUED = (
     "kvtune_turn_end_tokens_squared_total",
     "kvtune_turns_given_up_total",
     "kvtune_conversations_total",
+    "kvtune_conversations_remembered",
     "kvtune_engine_restarts_total",
     "kvtune_router_setting",
     "kvtune_decisions_total",
@@ -26,6 +27,7 @@ CATALOGUED = (
     "kvtune_kv_late_notifications_total",
     "kvtune_retention_tokens_total",
     "kvtune_retained_tokens",
+    "kvtune_retained_requests",
     "kvtune_connector_setting",
 )
 """Sample names of kvtune's own series."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from kvtune_telemetry.clock import Clock
-
 from kvtune_tuning.errors import TuningError, UsageError
 
 if TYPE_CHECKING:

@@ -47,10 +47,14 @@ def _report(console: Any, document: dict[str, Any]) -> None:
 
     facts, window = document["evidence"], document["window"]
     source = document["source"]
-    console.print(Text(f"kvtune suggest: {source['kind']} {', '.join(source.get('where', []))}"))
+    console.print(
+        Text(
+            f"kvtune suggest: {source['kind']} {', '.join(source.get('where', []))}, {facts['samples']} samples, "
+            f"restarts {sum(facts['restarts'].values())}"
+        )
+    )
     console.print(Text(
-        f"window {window['start']} to {window['end']} ({_duration(window['seconds'])}), {facts['scrapes']} scrapes, "
-        f"{facts['samples']} samples, restarts {sum(facts['restarts'].values())}"
+        f"window {window['start']} to {window['end']} ({_duration(window['seconds'])}), {facts['scrapes']} scrapes"
     ))  # fmt: skip
     usage = facts["kv_usage_p99"]
     console.print(Text(

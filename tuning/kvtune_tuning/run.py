@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from kvtune_telemetry.clock import Clock, SystemClock
-
 from kvtune_tuning.errors import TuningError, UsageError
 
 DEFAULT_WINDOW_S = 3600.0

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtune_telemetry.clock import Clock
-
 from kvtune_tuning.errors import TuningError, UsageError
 from kvtune_tuning.exposition import parse
 from kvtune_tuning.names import NEEDED

@@ -54,7 +54,7 @@ class TtlInputs:
     current_s: float
     margin_s: float
     conversations: float
-    """Conversations first seen in the window."""
+    """Conversations seen in the window: new ones, and those that were going on when it began."""
     window_s: float
     ends: float
     """Turns that could return and ended in the window."""
@@ -348,12 +348,11 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
         )  # fmt: skip
 
     if pressed:
-        best = _best_under_pressure(inputs, memory, price)
+        best = _best_that_fits(inputs, memory, after)
         if best is not None and best <= 0:
             never = float(inputs.curves.turns.values[-1])
             return replace(
                 base, status="off", reason_code="does_not_pay", rows=_rows(inputs, memory), uncapped=0.0,
-                break_even_s=_break_even(inputs, price), scarcity=price,
                 reason=f"switch retention off: the pool is short, and no TTL that fits saves more than it costs "
                 f"({100 * never:.0f} % of turns have no return within {inputs.curves.horizon_s:.0f} s)",
             )  # fmt: skip
@@ -430,8 +429,8 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
     )  # fmt: skip
 
 
-def _best_under_pressure(inputs: TtlInputs, memory_s: float, price: float) -> float | None:
-    """The best J of the TTLs that fit, at the scarcity seen; None when savings are not known."""
+def _best_that_fits(inputs: TtlInputs, memory_s: float, price: float) -> float | None:
+    """The best J of the TTLs that fit, at that scarcity; None when savings are not known."""
     break_even = _break_even(inputs, price)
     if break_even is None:
         return None

@@ -8,6 +8,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+
 from kvtune_bench import charts, figures
 from kvtune_bench.load import TurnRecord
 from kvtune_telemetry.vocabulary import Outcome

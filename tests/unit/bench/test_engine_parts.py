@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
+
 from kvtune_bench.calibration import PRESETS, CalibrationError, Noise, calibration, from_dict, to_dict
 from kvtune_bench.engine import EngineConfig, Reference
 from kvtune_bench.faults import FaultError, Faults
 from kvtune_bench.sidechannel import DeadPeerError, Peer, SideChannelServer
 from kvtune_cli.bench import engine
 from kvtune_telemetry.vocabulary import Role
-from typer.testing import CliRunner
 
 # --- calibration ----------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvtune_bench import tokens
 from kvtune_bench.engine_chain import Chain
 from kvtune_connector.fingerprint import fingerprint, verified_prefix

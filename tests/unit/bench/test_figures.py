@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvtune_bench import figures
 from kvtune_bench.figures import Scrape
 from kvtune_bench.load import TurnRecord

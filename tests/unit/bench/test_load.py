@@ -12,6 +12,7 @@ import numpy as np
 import orjson
 import pytest
 from aiohttp import web
+
 from kvtune_bench import tokens
 from kvtune_bench.load import (
     Load,

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+
 from kvtune_bench import figures, report
 from kvtune_bench.load import TurnRecord
 from kvtune_bench.report import OUTCOMES, render_report

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvtune_bench.traces import Conversation, Plan, PlannedTurn, TraceError, TraceTurn, load_trace, plan
 
 HEADER = "conv,turn,in_tokens,out_tokens,gap_to_next_s,reusable_tokens_next\n"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvtune_connector.policy import Offer, Verdict, decide
 from kvtune_telemetry.catalogue import DECISION_REASONS
 from kvtune_telemetry.vocabulary import Decision, Reason

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvtune_connector.retention import RetentionLedger
 from kvtune_telemetry.events import RetentionEnded, RetentionStarted
 from kvtune_telemetry.vocabulary import End

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from kvtune_connector import wire
 from kvtune_connector.fingerprint import fingerprint
 from kvtune_telemetry.vocabulary import Decision, Reason

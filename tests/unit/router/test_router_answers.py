@@ -4,6 +4,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvtune_router.answers import MAX_LINE_BYTES, AnswerError, StreamStripper, strip_document
 
 json_st = st.recursive(

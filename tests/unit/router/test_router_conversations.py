@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvtune_router.conversations import Arrival, ConversationStore, Reference
 from kvtune_router.identity import Identifier, Identity
 from kvtune_telemetry import events

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from kvtune_router.identity import Identifier, Identity, IdentityError
 
 IDENTIFIER = Identifier(b"secret")

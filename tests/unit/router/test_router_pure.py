@@ -5,6 +5,7 @@ from typing import Any
 
 import orjson
 import pytest
+
 from kvtune_connector.wire import Report
 from kvtune_router.config import ConfigError, RouterConfig, load_config
 from kvtune_router.engines import EngineAddressError, Fleet, engine_from_url

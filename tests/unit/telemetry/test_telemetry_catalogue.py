@@ -5,12 +5,13 @@ from itertools import pairwise
 from math import isclose
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
 from kvtune_telemetry import buckets
 from kvtune_telemetry.catalogue import BY_NAME, CATALOGUE, emitted_by
 from kvtune_telemetry.recorder import ConnectorRecorder, RouterRecorder
 from kvtune_telemetry.vocabulary import Role
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 
 def exposed(registry: CollectorRegistry) -> dict[str, tuple[str, set[str], int]]:

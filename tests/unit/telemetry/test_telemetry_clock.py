@@ -3,6 +3,7 @@ from __future__ import annotations
 import time
 
 import pytest
+
 from kvtune_telemetry.clock import ScaledClock, SystemClock, clock_from_spec
 
 

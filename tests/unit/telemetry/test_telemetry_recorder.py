@@ -4,17 +4,18 @@ import io
 
 import orjson
 import pytest
+from loguru import logger
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import CollectorRegistry
+
 from kvtune_telemetry import events
 from kvtune_telemetry.exposition import render
 from kvtune_telemetry.logs import setup_logging
 from kvtune_telemetry.recorder import ConnectorRecorder, RouterRecorder
 from kvtune_telemetry.tracing import Tracing, TracingError, provider_from_environment, tracing_wanted
 from kvtune_telemetry.vocabulary import Decision, Direction, End, Outcome, Phase, Reason, Role
-from loguru import logger
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from prometheus_client import CollectorRegistry
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:

@@ -5,19 +5,28 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from loguru import logger
+from prometheus_client import CollectorRegistry, generate_latest
+
 from kvtune_telemetry import events as ev
 from kvtune_telemetry.recorder import ConnectorRecorder, RouterRecorder
 from kvtune_telemetry.vocabulary import Decision, Direction, End, Outcome, Reason, Role
 from kvtune_tuning.names import NEEDED
-from loguru import logger
-from prometheus_client import CollectorRegistry, generate_latest
 
-logger.disable("kvtune_telemetry")
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Golden worlds book thousands of turns; their log lines say nothing here."""
+    logger.disable("kvtune_telemetry")
+    yield
+    logger.enable("kvtune_telemetry")
+
+
 T0 = 1_700_000_000.0
 
 

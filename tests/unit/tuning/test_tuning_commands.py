@@ -17,12 +17,13 @@ import jsonschema
 import pytest
 import typer
 import yaml
+from typer.testing import CliRunner
+
 from kvtune_cli.record import record
 from kvtune_cli.suggest import suggest
 from kvtune_tuning.document import schema
 from kvtune_tuning.errors import UsageError
 from kvtune_tuning.run import seconds
-from typer.testing import CliRunner
 
 Snapshots = Callable[..., Path]
 app = typer.Typer()

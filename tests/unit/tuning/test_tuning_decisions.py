@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
 from kvtune_telemetry.buckets import GAP_SECONDS, SIZE_EDGES, size_label
 from kvtune_tuning import threshold, ttl
 from kvtune_tuning.gaps import GapCurves, Survival, mean_held, survival

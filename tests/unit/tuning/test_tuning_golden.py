@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+
 from kvtune_tuning.api import suggest_snapshots
 from kvtune_tuning.document import exit_code, schema
 from kvtune_tuning.render import render_table
@@ -117,6 +118,8 @@ def test_retained_tokens_are_predicted(snapshots: Snapshots) -> None:
 def test_a_router_that_ran_before_gives_the_same_curve(snapshots: Snapshots, gaps: dict[str, Callable]) -> None:
     document = advice(snapshots(**PRESSED, prehistory=4000.0, duration=2400.0), explain=True)
     assert document["evidence"]["extrapolated_before_window"] and "stationarity" in codes(document)
+    facts = document["evidence"]
+    assert facts["conversations_new"] < facts["conversations"], "those that were going on count too"
     for point in document["explain"]["survival"]:
         if 4 <= point["seconds"] <= 480:
             assert point["turns"] == pytest.approx(survival_of(gaps["agent"], point["seconds"]), abs=0.05)
@@ -246,6 +249,24 @@ def test_replicas_change_nothing(snapshots: Snapshots, tmp_path: Path) -> None:
     _alike(advice(whole), advice(split))
 
 
+def test_two_decode_engines_are_advised_for_one_of_them(snapshots: Snapshots, tmp_path: Path) -> None:
+    """Half the pool and half the turns each: the mean halves, the spread does not, so the TTL can only be shorter."""
+    whole = snapshots(**PRESSED)
+    for file in whole.iterdir():
+        text = file.read_text()
+        if not file.name.endswith("-d.prom"):
+            (tmp_path / file.name).write_text(text)
+            continue
+        pool = 'kvtune_connector_setting{engine="d0",model_name="m",role="decode",setting="kv_pool_tokens"'
+        half = _scaled(text, 0.5, gauges=("kvtune_retained_tokens", pool))
+        (tmp_path / file.name).write_text(half)
+        (tmp_path / file.name.replace("-d.", "-e.")).write_text(half.replace('"d0"', '"e0"'))
+    one, two = advice(whole), advice(tmp_path)
+    assert two["evidence"]["decode_engines"] == 2 and two["evidence"]["pool_tokens"] == 750_000
+    assert two["evidence"]["kappa"] == pytest.approx(one["evidence"]["kappa"], rel=0.02)
+    assert ttl(two)["status"] == "change" and 15 <= ttl(two)["recommended"] < ttl(one)["recommended"]
+
+
 def test_a_counter_reset_changes_nothing(snapshots: Snapshots, tmp_path: Path) -> None:
     """Counters that start again from zero in the middle give the same advice, and say so."""
     whole = snapshots(**PRESSED)
@@ -272,10 +293,10 @@ def _counter(line: str) -> bool:
     return not line.startswith("#") and name.endswith(("_total", "_bucket", "_count", "_sum"))
 
 
-def _scaled(text: str, share: float) -> str:
+def _scaled(text: str, share: float, gauges: tuple[str, ...] = ()) -> str:
     lines = []
     for line in text.splitlines():
-        if _counter(line):
+        if _counter(line) or (gauges and line.startswith(gauges)):
             key, value = line.rsplit(" ", 1)
             line = f"{key} {float(value) * share!r}"
         lines.append(line)

@@ -13,6 +13,7 @@ import httpx
 import jsonschema
 import numpy as np
 import pytest
+
 from kvtune_telemetry.catalogue import BY_NAME
 from kvtune_telemetry.clock import ScaledClock, SystemClock
 from kvtune_tuning.api import suggest_series, suggest_snapshots
