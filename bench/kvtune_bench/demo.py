@@ -52,12 +52,12 @@ class DemoSettings:
     """KV pool of each engine; None: the calibration's."""
     prefill_cache: bool = False
     """P's own prefix cache; off as in the published benchmark."""
-    conversations: int = 34
+    conversations: int = 32
     """Conversations at once."""
     duration_s: float = 1500.0
     time_scale: float = 20.0
     """Model seconds in a wall second."""
-    holdout: float = 0.25
+    holdout: float = 0.2
     """Share of conversations served without reuse, to compare with."""
     seed: int = 1
     trace: Path | None = None

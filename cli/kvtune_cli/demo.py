@@ -18,10 +18,10 @@ def demo(
     prefill_cache: Annotated[
         bool, typer.Option("--prefill-cache/--no-prefill-cache", help="P's own prefix cache; off as published")
     ] = False,
-    conversations: Annotated[int, typer.Option("--conversations", help="conversations at once")] = 34,
+    conversations: Annotated[int, typer.Option("--conversations", help="conversations at once")] = 32,
     duration: Annotated[float, typer.Option("--duration", help="model seconds to replay")] = 1500.0,
     time_scale: Annotated[float, typer.Option("--time-scale", help="model seconds in a wall second")] = 20.0,
-    holdout: Annotated[float, typer.Option("--holdout", help="share served without reuse, to compare")] = 0.25,
+    holdout: Annotated[float, typer.Option("--holdout", help="share served without reuse, to compare")] = 0.2,
     seed: Annotated[int, typer.Option("--seed", help="of conversations and noise")] = 1,
     trace: Annotated[Path | None, typer.Option("--trace", help="conversations (CSV) instead of the sample")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="directory for report, snapshots and logs")] = None,

@@ -55,7 +55,10 @@ class Survival:
         whole = np.concatenate(([0.0], np.cumsum(_mean_between(self.values[:-1], self.values[1:]) * widths)))
         inside = np.minimum(t, self.edges[-1])
         j = np.clip(np.searchsorted(self.edges, inside, side="right") - 1, 0, len(self.edges) - 2)
-        part = _mean_between(self.values[j], self.at(inside)) * (inside - self.edges[j])
+        here = self.at(inside)
+        # the same two shapes as in `at`
+        mean = np.where(self.values[j + 1] > 0, _mean_between(self.values[j], here), (self.values[j] + here) / 2)
+        part = mean * (inside - self.edges[j])
         beyond = np.maximum(0.0, t - self.edges[-1]) * self.values[-1]
         return np.asarray(whole[j] + part + beyond, dtype=np.float64)
 

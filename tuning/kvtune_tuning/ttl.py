@@ -126,8 +126,10 @@ class TtlAdvice:
     retry_after_s: float | None = None
 
 
-def _grid() -> Floats:
-    return np.arange(STEP_S, MAX_TTL_S + STEP_S / 2, STEP_S)
+def _grid(inputs: TtlInputs) -> Floats:
+    """TTLs that are considered: multiples of 5 s up to an hour, or to the one in force where that is longer."""
+    top = max(MAX_TTL_S, math.ceil(inputs.current_s / STEP_S) * STEP_S)
+    return np.arange(STEP_S, top + STEP_S / 2, STEP_S)
 
 
 def pinned(inputs: TtlInputs, ttl_s: Floats) -> tuple[Floats, Floats]:
@@ -144,10 +146,10 @@ def filled(inputs: TtlInputs, ttl_s: Floats) -> Floats:
 
 
 def memory_ttl(inputs: TtlInputs) -> float:
-    """The longest TTL (s, a multiple of 5, at most an hour) that fits the pool; 0 if none does, inf without a pool."""
+    """The longest TTL (s, a multiple of 5 of the grid) that fits the pool; 0 if none does, inf without a pool."""
     if inputs.pool_tokens is None:
         return math.inf
-    grid = _grid()
+    grid = _grid(inputs)
     fits = filled(inputs, grid) <= POOL_SHARE * inputs.pool_tokens
     # monotone in the TTL: the first that does not fit ends it
     return float(grid[-1]) if fits.all() else float(grid[int(np.argmin(fits))] - STEP_S)
@@ -185,7 +187,7 @@ def _value_ttl(inputs: TtlInputs, break_even_s: float | None) -> tuple[float | N
         return None, None
     if break_even_s < _LEAST_S:
         return 0.0, -math.inf
-    grid = _grid()
+    grid = _grid(inputs)
     j = worth(inputs, grid, break_even_s)
     best = int(np.argmax(j))
     return float(grid[best]), float(j[best])
@@ -195,7 +197,7 @@ def reach_ttl(inputs: TtlInputs) -> float:
     """The shortest TTL whose usable life reaches all but 0.5 % of the returns that were seen."""
     curve = inputs.curves.tokens
     seen = 1.0 - float(curve.values[-1])
-    grid = _grid()
+    grid = _grid(inputs)
     enough = (1.0 - curve.at(grid - inputs.margin_s)) >= ENOUGH * seen
     return float(grid[int(np.argmax(enough))]) if enough.any() else MAX_TTL_S
 
@@ -349,12 +351,18 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
 
     if pressed:
         best = _best_that_fits(inputs, memory, after)
-        if best is not None and best <= 0:
-            never = float(inputs.curves.turns.values[-1])
+        # Returns that could not be seen yet could still pay, unless a fetch costs more than it saves.
+        if best is not None and best <= 0 and (observed or best == -math.inf):
+            never = 100 * float(inputs.curves.turns.values[-1])
+            why = (
+                f"not even {MIN_TTL_S:g} s of retention fits"
+                if memory < MIN_TTL_S
+                else "no TTL that fits saves more than it costs"
+            )
             return replace(
                 base, status="off", reason_code="does_not_pay", rows=_rows(inputs, memory), uncapped=0.0,
-                reason=f"switch retention off: the pool is short, and no TTL that fits saves more than it costs "
-                f"({100 * never:.0f} % of turns have no return within {inputs.curves.horizon_s:.0f} s)",
+                reason=f"switch retention off: the pool is short, and {why} "
+                f"({never:.0f} % of turns have no return within {inputs.curves.horizon_s:.0f} s)",
             )  # fmt: skip
     bounds = {"memory": memory}
     if observed or not pressed:
@@ -370,7 +378,7 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
     target = math.floor(uncapped / STEP_S) * STEP_S
     if target < MIN_TTL_S:
         target, clamps = MIN_TTL_S, [binding, "floor"]
-    if target >= MAX_TTL_S:
+    if target >= MAX_TTL_S and target > current:
         target, clamps = MAX_TTL_S, [*clamps, "ceiling"]
     usage = 100 * inputs.usage_p99
     if not pressed and target <= current:
@@ -436,6 +444,6 @@ def _best_that_fits(inputs: TtlInputs, memory_s: float, price: float) -> float |
         return None
     if break_even < _LEAST_S:
         return -math.inf
-    grid = _grid()
+    grid = _grid(inputs)
     grid = grid[grid <= max(memory_s, MIN_TTL_S)]
     return float(worth(inputs, grid, break_even).max())

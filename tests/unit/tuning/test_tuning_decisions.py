@@ -228,6 +228,17 @@ def test_pauses_shorter_than_the_ttl_do_not_shorten_it_while_longer_ones_could_n
     assert [row.bound for row in ttl.advise(short).rows if row.value > 65] and ttl.row(short, 480.0).bound
 
 
+def test_retention_is_not_switched_off_while_longer_pauses_could_not_be_seen() -> None:
+    late = exponential(400.0, 0.3)
+    cut = {
+        name: Survival(getattr(late, name).edges[:13], getattr(late, name).values[:13])
+        for name in ("turns", "tokens", "tokens_squared")
+    }
+    short = inputs(curves=replace(late, **cut, exposure=late.exposure[:12]), starved=True, pool_tokens=3_000_000.0)
+    assert ttl.advise(short).status == "change"
+    assert ttl.advise(replace(short, saving_s_per_token=-1e-6)).status == "off", "a loss stays a loss"
+
+
 def test_retry_after_follows_the_slower_count() -> None:
     few = inputs(conversations=10.0, curves=replace(exponential(60.0), returned=50.0))
     assert ttl.advise(few).retry_after_s == pytest.approx(9 * 3600.0)

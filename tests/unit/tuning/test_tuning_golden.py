@@ -331,6 +331,26 @@ def test_a_restarted_deployment_is_still_advised(snapshots: Snapshots) -> None:
     assert "restarts" in codes(document)
 
 
+@pytest.mark.parametrize(
+    ("world", "status", "code"),
+    [
+        ({"ttl": 5.0, "pool": 20_000_000}, "change", "late_returns"),
+        ({"ttl": 7200.0, "pool": 50_000_000}, "keep", "pool_slack"),
+        ({"ttl": 7200.0, "pool": 1_500_000}, "change", "pool_pressure"),
+        ({"pool": 60_000, "active": 10_000.0}, "off", "does_not_pay"),
+    ],
+)
+def test_settings_and_pools_at_the_edges(snapshots: Snapshots, world: dict, status: str, code: str) -> None:
+    document = advice(snapshots(**{**PRESSED, **world}))
+    assert (ttl(document)["status"], ttl(document)["reason_code"]) == (status, code), ttl(document)["reason"]
+    assert ("ttl_useless" in codes(document)) == (world.get("ttl") == 5.0)
+
+
+def test_a_threshold_of_zero_is_a_setting_too(snapshots: Snapshots) -> None:
+    one = tau(advice(snapshots(**PRESSED, threshold=0)))
+    assert one["current"] == 0 and not one["current_assumed"] and one["status"] == "keep"
+
+
 def test_the_window_can_be_cut(snapshots: Snapshots) -> None:
     document = advice(snapshots(**PRESSED), window_s=1800.0)
     assert document["window"]["seconds"] == pytest.approx(1800.0)
