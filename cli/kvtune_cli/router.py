@@ -27,6 +27,13 @@ def router(
     ] = None,
     margin: Annotated[float | None, _option("--margin", "P reads nothing this close (s) to the deadline [5]")] = None,
     handover: Annotated[float | None, _option("--handover", "seconds from the router's look to P's check [1]")] = None,
+    accept_unverified: Annotated[
+        bool | None,
+        _option(
+            "--accept-unverified/--require-verified",
+            "hand KV references to prefill engines that cannot prove them right (stock vLLM) [no]",
+        ),
+    ] = None,
     holdout: Annotated[
         float | None, _option("--holdout", "share (0..1) of conversations served without reuse, to compare [0]")
     ] = None,

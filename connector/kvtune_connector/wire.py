@@ -66,6 +66,12 @@ def _number(value: object) -> float | None:
     return float(value)
 
 
+def has_fingerprint(params: object) -> bool:
+    """Whether a reference claims to carry a fingerprint; reading and checking it is the reader's job."""
+    extras = _extras(params)
+    return extras is not None and isinstance(extras.get("fingerprint"), Mapping)
+
+
 def read_fingerprint(params: object) -> Fingerprint | None:
     """The fingerprint in a reference; None when it carries none, or a malformed one (then nothing is proven)."""
     extras = _extras(params)

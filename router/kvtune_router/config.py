@@ -34,6 +34,9 @@ class RouterConfig:
     """P refuses to read within this time of the deadline."""
     handover: float = 1.0
     """Time from the router's look to P's check that a reference must outlive."""
+    accept_unverified: bool = False
+    """Hand references to prefill engines that cannot prove them equal to the prompt (stock vLLM). Rewritten histories
+    then get wrong answers without any error."""
     holdout: float = 0.0
     """Share (0 to 1) of conversations served without reuse, to measure what reuse is worth."""
     max_conversations: int = 200_000

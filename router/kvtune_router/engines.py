@@ -36,6 +36,8 @@ class Engine:
     """The engine id of its last answer; None when unknown."""
     lost: frozenset[str] = frozenset()
     """Incarnations known to be gone."""
+    verifies: bool = False
+    """Whether its last answer said what it decided: such a prefill engine reads only what it has proven equal."""
     in_flight: int = 0
     failed_probes: int = 0
 

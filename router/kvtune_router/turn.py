@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvtune_connector.wire import Report, read_report, read_ttl_s
+from kvtune_connector.wire import Report, has_fingerprint, read_report, read_ttl_s
 from kvtune_router.answers import StreamStripper, strip_document
 from kvtune_router.config import RouterConfig
 from kvtune_router.conversations import Arrival, ConversationStore, Reference
@@ -233,6 +233,10 @@ class TurnServer:
                         turn.outcome = Outcome.READ_FAILED
                     return None
                 reference = lease.reference if lease is not None and lease.open else None
+                if reference is not None and not self._may_read(engine, reference):
+                    assert lease is not None
+                    lease.put_back()
+                    reference, turn.outcome = None, Outcome.UNVERIFIED
                 try:
                     answer = await self._prefill_leg(turn, engine, reference)
                 except LegFault as fault:
@@ -267,6 +271,9 @@ class TurnServer:
         finally:
             turn.phases[Phase.PREFILL] = turn.phases.get(Phase.PREFILL, 0.0) + self._clock.now() - begun
 
+    def _may_read(self, engine: Engine, reference: Reference) -> bool:
+        return self._config.accept_unverified or (engine.verifies and has_fingerprint(reference.params))
+
     async def _prefill_leg(self, turn: _Turn, engine: Engine, reference: Reference | None) -> Prefilled:
         turn.prefill = engine
         body = prefill_body(turn.request.body, reference.params if reference is not None else None)
@@ -298,6 +305,7 @@ class TurnServer:
         if isinstance(incarnation, str):
             self._fleet.saw_incarnation(engine, incarnation)
         report = read_report(params)
+        engine.verifies = report is not None
         turn.report = report
         tokens = params.get("remote_num_tokens")
         turn.prompt_tokens = tokens if isinstance(tokens, int) else None

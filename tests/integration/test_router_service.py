@@ -117,6 +117,19 @@ async def test_a_rewritten_history_is_cut_or_refused_and_answered_right(lab: Any
     assert client.outcomes[2] == "hit"
 
 
+@pytest.mark.parametrize("accept", [False, True])
+@pytest.mark.parametrize(("p_kind", "d_kind"), [("stock", "kvtune"), ("kvtune", "stock"), ("stock", "stock")])
+async def test_what_nobody_can_prove_is_not_handed_over(lab: Any, p_kind: str, d_kind: str, accept: bool) -> None:
+    p, d = await lab.engine("prefill", connector=p_kind), await lab.engine("decode", connector=d_kind)
+    await lab.start([p], [d], accept_unverified=accept)
+    client = Client(lab, "a", headers={"X-Session-ID": "s"})
+    for _ in range(3):
+        await client.turn()
+    # A kvtune prefill refuses by itself what has no fingerprint.
+    wanted = "hit" if accept and p_kind == "stock" else "unverified"
+    assert client.outcomes == ["first", wanted, wanted]
+
+
 async def test_an_expired_reference_is_never_handed_over(lab: Any) -> None:
     p, d = await lab.engine("prefill"), await lab.engine("decode", ttl_s=6.2)
     await lab.start([p], [d], handover=1.0)
