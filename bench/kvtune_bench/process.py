@@ -8,7 +8,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 START_TIMEOUT_S = 30.0
@@ -31,9 +31,9 @@ def _die_with_parent() -> None:
 class ChildProcess:
     """A started child. `ready` is the first line it printed on stdout."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, ready: str) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name = name
-        self.ready = ready
+        self.ready = ""
         self._process = process
 
     @property
@@ -47,35 +47,55 @@ class ChildProcess:
         return self._process.returncode
 
     @classmethod
-    async def start(cls, name: str, command: Sequence[str], log: Path | None = None) -> ChildProcess:
-        """Start `command` and wait for its first line. Its stderr goes to `log`, or to ours. Raises ProcessError.
+    async def spawn(
+        cls, name: str, command: Sequence[str], log: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> ChildProcess:
+        """Start `command` without waiting for it. Its stderr goes to `log` (stdout too), or to ours.
 
         The child has a session of its own: a Ctrl-C reaches the parent only, which then stops its children in order.
         """
+        return await cls._spawned(name, command, log, environment, asyncio.subprocess.STDOUT if log else None)
+
+    @classmethod
+    async def start(cls, name: str, command: Sequence[str], log: Path | None = None) -> ChildProcess:
+        """`spawn`, and wait for its first line on stdout. Raises ProcessError."""
+        child = await cls._spawned(name, command, log, None, asyncio.subprocess.PIPE)
+        process = child._process
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                child.ready = (await process.stdout.readline()).decode(errors="replace").strip()
+        except TimeoutError:
+            await _kill(process)
+            raise ProcessError(f"{name} was not ready within {START_TIMEOUT_S:g} s; {tail(log)}") from None
+        except BaseException:
+            await _kill(process)
+            raise
+        if not child.ready:
+            status = await process.wait()
+            raise ProcessError(f"{name} stopped with status {status}; {tail(log)}")
+        return child
+
+    @classmethod
+    async def _spawned(
+        cls,
+        name: str,
+        command: Sequence[str],
+        log: Path | None,
+        environment: Mapping[str, str] | None,
+        stdout: int | None,
+    ) -> ChildProcess:
         with log.open("ab") if log is not None else contextlib.nullcontext() as stream:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=stream if stdout == asyncio.subprocess.STDOUT else stdout,
                 stderr=stream,
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
             )
-        assert process.stdout is not None
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                line = (await process.stdout.readline()).decode(errors="replace").strip()
-        except TimeoutError:
-            await _kill(process)
-            raise ProcessError(f"{name} was not ready within {START_TIMEOUT_S:g} s; {_tail(log)}") from None
-        except BaseException:
-            await _kill(process)
-            raise
-        if not line:
-            status = await process.wait()
-            raise ProcessError(f"{name} stopped with status {status}; {_tail(log)}")
-        return cls(name, process, line)
+        return cls(name, process)
 
     async def stop(self) -> int:
         """Ask it to stop; kill it when it does not. Returns its exit status."""
@@ -93,6 +113,21 @@ class ChildProcess:
         """Kill it at once, as a crash would. Returns its exit status."""
         return await _kill(self._process)
 
+    async def stop_group(self) -> int:
+        """`stop`, then kill what its session still runs: servers start processes of their own."""
+        status = await self.stop()
+        self._signal_group(signal.SIGKILL)
+        return status
+
+    async def kill_group(self) -> int:
+        """Kill the child and all that its session runs."""
+        self._signal_group(signal.SIGKILL)
+        return await _kill(self._process)
+
+    def _signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
 
 async def _kill(process: asyncio.subprocess.Process) -> int:
     if process.returncode is None:
@@ -101,7 +136,8 @@ async def _kill(process: asyncio.subprocess.Process) -> int:
     return await process.wait()
 
 
-def _tail(log: Path | None) -> str:
+def tail(log: Path | None) -> str:
+    """The end of a log, in words."""
     if log is None:
         return "see its log"
     try:

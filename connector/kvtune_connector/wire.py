@@ -18,9 +18,20 @@ PARAMS = "kv_transfer_params"
 """vLLM's name of the field in requests and answers."""
 
 
-def reference_extras(*, fingerprint: Fingerprint, ttl_s: float) -> dict[str, Any]:
-    """What D adds to the reference it exports: proof of its tokens, and the TTL (s) it grants."""
-    return {"v": 1, "fingerprint": fingerprint.to_wire(), "ttl_s": ttl_s}
+def reference_extras(
+    *, fingerprint: Fingerprint, ttl_s: float, block_size: int | None = None, incarnation: str | None = None
+) -> dict[str, Any]:
+    """What D adds to the reference it exports: proof of its tokens, and the TTL (s) it grants.
+
+    `block_size`: tokens a block of its `remote_block_ids`; `incarnation`: names this process, where the engine id is
+    configured and survives a restart.
+    """
+    extras: dict[str, Any] = {"v": 1, "fingerprint": fingerprint.to_wire(), "ttl_s": ttl_s}
+    if block_size is not None:
+        extras["block_size"] = block_size
+    if incarnation is not None:
+        extras["incarnation"] = incarnation
+    return extras
 
 
 def report_extras(*, decision: Decision, reason: Reason, fetched: int, local: int, available: int) -> dict[str, Any]:
@@ -64,6 +75,22 @@ def _number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
         return None
     return float(value)
+
+
+def read_block_size(params: object) -> int | None:
+    """Tokens a block of the reference's block ids, if D says so."""
+    extras = _extras(params)
+    value = extras.get("block_size") if extras else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def read_incarnation(params: object) -> str | None:
+    """Which process answered: its incarnation if it says so, else its engine id."""
+    extras = _extras(params)
+    told = extras.get("incarnation") if extras else None
+    if not isinstance(told, str):
+        told = params.get("remote_engine_id") if isinstance(params, Mapping) else None
+    return told if isinstance(told, str) and told else None
 
 
 def has_fingerprint(params: object) -> bool:

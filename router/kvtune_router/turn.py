@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvtune_connector.wire import Report, has_fingerprint, read_report, read_ttl_s
+from kvtune_connector.wire import Report, has_fingerprint, read_incarnation, read_report, read_ttl_s
 from kvtune_router.answers import StreamStripper, strip_document
 from kvtune_router.config import RouterConfig
 from kvtune_router.conversations import Arrival, ConversationStore, Reference
@@ -301,8 +301,8 @@ class TurnServer:
         if params is None:
             # A prefill engine without a connector: D computes by itself.
             return None
-        incarnation = params.get("remote_engine_id")
-        if isinstance(incarnation, str):
+        incarnation = read_incarnation(params)
+        if incarnation is not None:
             self._fleet.saw_incarnation(engine, incarnation)
         report = read_report(params)
         engine.verifies = report is not None
@@ -473,8 +473,8 @@ class TurnServer:
         params, decode = turn.lifted, turn.decode
         if params is None or decode is None:
             return None
-        incarnation, tokens = params.get("remote_engine_id"), params.get("remote_num_tokens")
-        if not isinstance(incarnation, str) or not isinstance(tokens, int) or not params.get("remote_block_ids"):
+        incarnation, tokens = read_incarnation(params), params.get("remote_num_tokens")
+        if incarnation is None or not isinstance(tokens, int) or not params.get("remote_block_ids"):
             return None
         self._fleet.saw_incarnation(decode, incarnation)
         ttl = read_ttl_s(params)

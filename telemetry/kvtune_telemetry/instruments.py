@@ -48,36 +48,54 @@ class WeightedHistogram(Collector):
         yield HistogramMetricFamily(self._name, self._documentation, buckets=cumulative, sum_value=self._sum)
 
 
-class Instruments:
-    """All instruments of one emitter on one registry. Children are looked up once and cached by their label values."""
+class Families:
+    """The metric families of one emitter, registered once on a registry; several engines may share them."""
 
-    def __init__(self, emitter: Emitter, registry: CollectorRegistry, constant: Sequence[str] = ()) -> None:
-        """`constant`: values of the labels every series of the emitter carries (the connector's three)."""
-        expected = CONNECTOR_LABELS if emitter == "connector" else ()
-        if len(constant) != len(expected):
-            raise ValueError(f"{emitter} series carry {expected}, got values {tuple(constant)}")
-        self._constant = tuple(constant)
-        self._families: dict[str, Counter | Gauge | Histogram] = {}
-        self._weighted: dict[str, WeightedHistogram] = {}
-        self._counters: dict[tuple[str, ...], Counter] = {}
-        self._gauges: dict[tuple[str, ...], Gauge] = {}
-        self._histograms: dict[tuple[str, ...], Histogram] = {}
+    def __init__(self, emitter: Emitter, registry: CollectorRegistry) -> None:
+        self.emitter: Emitter = emitter
+        self.plain: dict[str, Counter | Gauge | Histogram] = {}
+        self.weighted: dict[str, WeightedHistogram] = {}
         for metric in emitted_by(emitter):
+            names = metric.label_names()
             if metric.kind == "weighted_histogram":
                 assert metric.buckets is not None
-                self._weighted[metric.name] = WeightedHistogram(metric.name, metric.help, metric.buckets, registry)
-                continue
-            names = metric.label_names()
-            if metric.kind == "histogram":
+                self.weighted[metric.name] = WeightedHistogram(metric.name, metric.help, metric.buckets, registry)
+            elif metric.kind == "histogram":
                 assert metric.buckets is not None
-                self._families[metric.name] = Histogram(
+                self.plain[metric.name] = Histogram(
                     metric.name, metric.help, names, buckets=metric.buckets, registry=registry
                 )
             elif metric.kind == "counter":
-                self._families[metric.name] = Counter(metric.name, metric.help, names, registry=registry)
+                self.plain[metric.name] = Counter(metric.name, metric.help, names, registry=registry)
             else:
-                self._families[metric.name] = Gauge(metric.name, metric.help, names, registry=registry)
-            for values in metric.initial():
+                # Only matters where several API servers share an exposition (PROMETHEUS_MULTIPROC_DIR): amounts are
+                # moved up and down by whichever process hears of it, settings are the same in all of them.
+                one_for_all = metric.kind == "info" or metric.name.endswith("_setting")
+                self.plain[metric.name] = Gauge(
+                    metric.name,
+                    metric.help,
+                    names,
+                    registry=registry,
+                    multiprocess_mode="max" if one_for_all else "sum",
+                )
+
+
+class Instruments:
+    """All instruments of one emitter, for one engine. Children are looked up once and cached by their label values."""
+
+    def __init__(self, families: Families, constant: Sequence[str] = ()) -> None:
+        """`constant`: values of the labels every series of the emitter carries (the connector's three)."""
+        expected = CONNECTOR_LABELS if families.emitter == "connector" else ()
+        if len(constant) != len(expected):
+            raise ValueError(f"{families.emitter} series carry {expected}, got values {tuple(constant)}")
+        self._constant = tuple(constant)
+        self._families = families.plain
+        self._weighted = families.weighted
+        self._counters: dict[tuple[str, ...], Counter] = {}
+        self._gauges: dict[tuple[str, ...], Gauge] = {}
+        self._histograms: dict[tuple[str, ...], Histogram] = {}
+        for metric in emitted_by(families.emitter):
+            for values in metric.initial() if metric.kind != "weighted_histogram" else ():
                 # Settings appear when they are set: a 0 nobody set would read as a setting of 0.
                 if not metric.name.endswith("_setting"):
                     self._child(metric.name, values)

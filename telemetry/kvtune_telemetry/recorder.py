@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from kvtune_telemetry import events
 from kvtune_telemetry.buckets import COARSE_SIZE_EDGES, size_label
-from kvtune_telemetry.instruments import Instruments
+from kvtune_telemetry.instruments import Families, Instruments
 from kvtune_telemetry.vocabulary import Path, Role
 
 _FAILED_STATUS = 500
@@ -27,7 +27,7 @@ class RouterRecorder:
     """Books router events on a registry, a turn's spans, and the log (one line a turn)."""
 
     def __init__(self, registry: CollectorRegistry, *, version: str) -> None:
-        self._on = instruments = Instruments("router", registry)
+        self._on = instruments = Instruments(Families("router", registry))
         instruments.gauge("kvtune_router_build_info", version).set(1)
         self._book: dict[type, Callable[[Any], None]] = {
             events.TurnEnded: self._turn_ended,
@@ -189,9 +189,17 @@ class ConnectorRecorder:
     """Books connector events on a registry: an engine's in production, a simulated engine's otherwise."""
 
     def __init__(
-        self, registry: CollectorRegistry, *, model_name: str, engine: str, role: Role, version: str = "unknown"
+        self,
+        registry: CollectorRegistry | Families,
+        *,
+        model_name: str,
+        engine: str,
+        role: Role,
+        version: str = "unknown",
     ) -> None:
-        self._on = instruments = Instruments("connector", registry, (model_name, engine, role.value))
+        """`registry`: where to register, or families that several engines' recorders share."""
+        families = registry if isinstance(registry, Families) else Families("connector", registry)
+        self._on = instruments = Instruments(families, (model_name, engine, role.value))
         instruments.gauge("kvtune_connector_build_info", version).set(1)
         self._book: dict[type, Callable[[Any], None]] = {
             events.PrefillDecided: self._decided,

@@ -439,6 +439,12 @@ def _starved(series: SeriesSet, roles: dict[str, str], pools: _Pools, mean_token
     return preempted > 0 or (total > 0 and short > max(1.0, 0.01 * total)), preempted
 
 
+def _seen_by(counter: Series, times: Floats) -> Floats:
+    """The unwrapped counter as last scraped by `times`: an observation is in one stretch, never divided between two."""
+    index = np.searchsorted(counter.times, times, side="right") - 1
+    return counter.unwrapped()[np.maximum(index, 0)]
+
+
 def _points(series: SeriesSet, path: Path, start: float, end: float) -> tuple[CostPoint, ...]:
     """Mean costs by size class and stretch of the window, summed over engines first so that replicas add up."""
     n_scrapes = max((len(t) for t in series.scrapes.values()), default=2)
@@ -446,7 +452,7 @@ def _points(series: SeriesSet, path: Path, start: float, end: float) -> tuple[Co
 
     def steps(name: str, size: str) -> Floats:
         found = series.named(name, path=path.value, size=size)
-        return np.asarray(sum((np.diff(s.at(cuts)) for s in found), np.zeros(len(cuts) - 1)), dtype=np.float64)
+        return np.asarray(sum((np.diff(_seen_by(s, cuts)) for s in found), np.zeros(len(cuts) - 1)), dtype=np.float64)
 
     points = []
     for size in (*map(str, SIZE_EDGES), "inf"):

@@ -24,7 +24,7 @@ from kvtune_tuning.recording import (
     scrape_rounds,
     without_secrets,
 )
-from kvtune_tuning.series import Collector, SeriesSet
+from kvtune_tuning.series import Collector, Labels, SeriesSet
 
 if TYPE_CHECKING:
     import httpx
@@ -33,7 +33,17 @@ MAX_POINTS = 10_000
 """Points of one range query; Prometheus refuses more than 11,000 per series."""
 MAX_STEPS = 720
 """Points per series that a window is read with: more would not sharpen anything, and costs the server."""
+MIN_STEPS = 60
+"""A short window is read with as many: what lies between its edge and the nearest point is lost."""
+USUAL_SCRAPE_S = 15.0
+"""Reading in finer steps than Prometheus scrapes by default is only worth it where `MIN_STEPS` asks for it."""
+STAMPED = ("kvtune_router_setting", "kvtune_connector_setting")
+"""Small families that every router and engine exposes: their samples tell when the target was really scraped."""
 PROMETHEUS_TIMEOUT_S = 30.0
+
+
+_Seen = dict[str, dict[float, list[tuple[str, Labels, float]]]]
+"""Samples by target and time of the point (Unix s)."""
 
 
 def read_snapshots(directory: str | os.PathLike[str]) -> SeriesSet:
@@ -133,9 +143,10 @@ def query_prometheus(
 ) -> tuple[SeriesSet, list[str]]:
     """Read the last `window_s` seconds of every needed series from Prometheus' HTTP API, one range query a name.
 
-    Returns the series and the queries that were sent. `step_s` defaults to what gives at most 720 points. Raises
-    TuningError: `unreachable`, `http_status`, `prometheus_error` (with Prometheus' own words), `bad_answer`,
-    `no_series`.
+    Returns the series and the queries that were sent. `step_s` defaults to 15 s, or what gives from 60 to 720 points,
+    but no less than a second. Values get the times of their scrapes, where Prometheus tells them, so that one that is
+    read twice counts once. Raises TuningError: `unreachable`, `http_status`, `prometheus_error` (with Prometheus' own
+    words), `bad_answer`, `no_series`.
     """
     import httpx
 
@@ -145,25 +156,31 @@ def query_prometheus(
         raise UsageError(
             "bad_url", f"not an http(s) address: {without_secrets(url)!r}", "Give e.g. --prometheus http://host:9090"
         )
-    step = step_s if step_s is not None else max(15.0, math.ceil(window_s / MAX_STEPS))
+    step, steps = _steps(window_s, step_s)
+    # On whole milliseconds, as they are sent: the last point must not fall off by rounding.
+    end = round(end_unix_s, 3)
+    ranges = _chunks(end - steps * step, end, step, max_points)
     collector = Collector()
-    seen: dict[str, dict[float, list[tuple[str, frozenset[tuple[str, str]], float]]]] = {}
+    seen: _Seen = {}
+    stamps: _Seen = {}
     queries: list[str] = []
     with contextlib.ExitStack() as stack:
         use = client or stack.enter_context(httpx.Client(timeout=PROMETHEUS_TIMEOUT_S, follow_redirects=True))
-        for name in sorted(NEEDED):
-            query = f'{{__name__="{name}"}}' if ":" in name else name
+        asked = [(name, f'{{__name__="{name}"}}' if ":" in name else name, seen) for name in sorted(NEEDED)]
+        asked += [(name, f"timestamp({name})", stamps) for name in STAMPED]
+        for name, query, found in asked:
             queries.append(query)
-            for start, end in _chunks(end_unix_s - window_s, end_unix_s, step, max_points):
-                answer = _ask(use, base, query, start, end, step)
+            for first, last in ranges:
+                answer = _ask(use, base, query, first, last, step)
                 for warning in (*answer.get("warnings", ()), *answer.get("infos", ())):
                     note = f"Prometheus about {name}: {warning}"
                     if note not in collector.notes:
                         collector.notes.append(note)
-                _gather(answer, name, seen, collector, base)
+                _gather(answer, name, found, collector, base)
     for target, by_time in seen.items():
         for time_s in sorted(by_time):
-            collector.scraped(target, time_s, by_time[time_s])
+            stamp = max((value for *_, value in stamps.get(target, {}).get(time_s, ())), default=time_s)
+            collector.scraped(target, min(stamp, time_s), by_time[time_s])
     if not seen:
         raise TuningError(
             "no_series",
@@ -173,9 +190,17 @@ def query_prometheus(
     return collector.collected(), queries
 
 
+def _steps(window_s: float, step_s: float | None) -> tuple[float, int]:
+    """Step (s, whole milliseconds) and number of steps that fill the window from end to end."""
+    if step_s is None:
+        step_s = max(1.0, min(USUAL_SCRAPE_S, window_s / MIN_STEPS), window_s / MAX_STEPS)
+    steps = max(1, math.ceil(window_s / step_s - 1e-6))
+    return max(0.001, math.floor(1000 * window_s / steps + 1e-6) / 1000), steps
+
+
 def _chunks(start: float, end: float, step: float, max_points: int) -> list[tuple[float, float]]:
     """Ranges of at most `max_points` points on one grid; no point is in two of them."""
-    total = int((end - start) / step + 1e-9) + 1
+    total = int((end - start) / step + 1e-6) + 1
     return [
         (start + first * step, start + (min(first + max_points, total) - 1) * step)
         for first in range(0, total, max_points)
@@ -187,7 +212,7 @@ def _ask(client: httpx.Client, base: str, query: str, start: float, end: float, 
 
     where = f"{base}/api/v1/query_range"
     shown = without_secrets(base)
-    form = {"query": query, "start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step:g}"}
+    form = {"query": query, "start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step:.3f}"}
     try:
         answer = client.post(where, data=form)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -222,7 +247,7 @@ def _ask(client: httpx.Client, base: str, query: str, start: float, end: float, 
 def _gather(
     answer: dict[str, Any],
     name: str,
-    seen: dict[str, dict[float, list[tuple[str, frozenset[tuple[str, str]], float]]]],
+    seen: _Seen,
     collector: Collector,
     base: str,
 ) -> None:

@@ -1,0 +1,333 @@
+"""The scheduler's side: decides, with proof, whether P reads a history back; fingerprints and retains it on D."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+from loguru import logger
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
+from vllm.v1.request import RequestStatus
+
+from kvtune_connector import wire
+from kvtune_connector.fingerprint import fingerprint, stride_for, verified_prefix
+from kvtune_connector.nixl_stats import ConnectorStats, of_events
+from kvtune_connector.nixl_worker import MARK, WorkerNews
+from kvtune_connector.policy import EXPIRY_MARGIN_S, Offer, Verdict, decide
+from kvtune_connector.retention import RetentionLedger
+from kvtune_connector.settings import ConnectorSettings
+from kvtune_telemetry import events
+from kvtune_telemetry.vocabulary import Decision, Direction, End, Reason
+
+_REQUIRED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+_ENDS = {end.value for end in End}
+_READ = "_remote_blocks_processed"
+"""vLLM's own mark that a request's remote blocks were read, or given back: once a request."""
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """What is known of one request that P prefills."""
+
+    offer: Offer | None
+    local_tokens: int = 0
+    verdict: Verdict | None = None
+    booked: bool = False
+    admitted_s: float | None = None
+    arrived_s: float | None = None
+    computing_s: float | None = None
+    failure: Reason | None = None
+
+
+@dataclass(slots=True)
+class _Pull:
+    """What is known of one request that D pulls from P."""
+
+    admitted_s: float
+    tokens: int
+
+
+class ConnectorScheduler(NixlPullConnectorScheduler):
+    """A stock pull scheduler that reads only what it can prove, never waits for what will not come, and keeps books."""
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, settings: ConnectorSettings) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.decoder_kv_blocks_ttl: float
+        self.settings = settings
+        self.incarnation = uuid.uuid4().hex
+        self._prefills: dict[str, _Prefill] = {}
+        self._pulls: dict[str, _Pull] = {}
+        self._ledger = RetentionLedger()
+        self._events: list[events.ConnectorEvent] = []
+        self._offsets: dict[str, float] = {}
+        self._ranks = max(1, self.transfer_tp_size)
+        config = vllm_config.kv_transfer_config
+        if config.kv_load_failure_policy != "recompute":
+            # Read by vLLM's scheduler after this: a failed read costs a prefill, never the turn.
+            logger.info("kv_load_failure_policy is {}: kvtune recomputes instead", config.kv_load_failure_policy)
+            config.kv_load_failure_policy = "recompute"
+
+    # --- P: the decision --------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens to read beyond the local hit. Called again for each failed admission: decides, books nothing."""
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_decode"):
+            return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if params.get(_READ):
+            # Looked up again after a failed read or a preemption. Nothing more will come: stock would wait for ever.
+            return 0, False
+        known = self._prefills.get(request.request_id)
+        if known is None:
+            known = self._prefills[request.request_id] = _Prefill(self._offer(request, params))
+        known.local_tokens = num_computed_tokens
+        known.verdict = verdict = decide(
+            prompt_tokens=request.num_prompt_tokens,
+            local_tokens=num_computed_tokens,
+            offer=known.offer,
+            now_s=time.perf_counter(),
+            threshold_tokens=self.settings.threshold_tokens,
+            margin_s=EXPIRY_MARGIN_S,
+            require_fingerprint=self.settings.require_fingerprint,
+            enabled=self.is_bidirectional_kv_xfer_enabled,
+        )
+        return (verdict.fetch_tokens, True) if verdict.decision is Decision.FETCH else (0, False)
+
+    def _offer(self, request: Any, params: dict[str, Any]) -> Offer | None:
+        if not params.get("remote_block_ids") or any(params.get(name) is None for name in _REQUIRED):
+            return None
+        tokens = params.get("remote_num_tokens") or 0
+        expiry = params.get("remote_blocks_expiry_time")
+        offset = self._offsets.get(params["remote_engine_id"])
+        deadline = expiry - offset if expiry is not None and offset is not None else None
+        held = wire.read_fingerprint(params)
+        verified: int | None = None
+        if held is not None:
+            prompt = request.prompt_token_ids
+            proven = verified_prefix(held, array("I", prompt), seed=seed_of(request)) if prompt else 0
+            verified = self._readable(params, min(proven, held.tokens), tokens)
+        return Offer(tokens, verified, deadline, explored=wire.read_explore(params))
+
+    def _readable(self, params: dict[str, Any], proven: int, offered: int) -> int:
+        """How much of a proven prefix can be read: all of the sequence, else whole blocks of both sides."""
+        if proven >= offered:
+            return offered
+        if self._is_hma_required or len(params["remote_block_ids"]) != 1:
+            # Sliding windows and states are exported for the end of the sequence only: all or nothing.
+            return 0
+        remote = wire.read_block_size(params) or self.block_size
+        whole = math.lcm(int(remote), int(self.block_size))
+        return proven // whole * whole
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request is admitted: act on the decision, and book it, once."""
+        params = request.kv_transfer_params
+        known = self._prefills.get(request.request_id)
+        if params and params.get("do_remote_decode") and known is not None and not params.get(_READ):
+            self._commit(request, params, known, num_external_tokens)
+        elif params and params.get("do_remote_prefill") and num_external_tokens > 0:
+            self._pulls[request.request_id] = _Pull(time.perf_counter(), num_external_tokens)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def _commit(self, request: Any, params: dict[str, Any], known: _Prefill, external: int) -> None:
+        verdict = known.verdict
+        assert verdict is not None
+        if external > 0:
+            known.admitted_s = time.perf_counter()
+            self._cut(params, verdict.use_tokens)
+            return
+        if known.offer is not None and not verdict.notify_release:
+            # Gone or going: a notification could name blocks that are another request's by now.
+            params["remote_block_ids"] = None
+        elif known.offer is not None and wire.has_fingerprint(params):
+            why = End.LOCAL_HIT if verdict.reason in (Reason.NONE, Reason.BELOW_THRESHOLD) else End.RELEASED
+            params["remote_request_id"] = f"{params['remote_request_id']}{MARK}{why.value}"
+        if verdict.reason is Reason.EXPIRED:
+            self._events.append(events.KvReadDeclined())
+        self._book(request, known, verdict.decision, verdict.reason, 0)
+
+    def _cut(self, params: dict[str, Any], use: int) -> None:
+        if use >= (params.get("remote_num_tokens") or 0):
+            return
+        remote = wire.read_block_size(params) or self.block_size
+        keep = -(-use // int(remote))
+        params["remote_num_tokens"] = use
+        params["remote_block_ids"] = [group[:keep] for group in params["remote_block_ids"]]
+
+    def _book(self, request: Any, known: _Prefill, decision: Decision, reason: Reason, fetched: int) -> None:
+        if known.booked:
+            return
+        known.booked = True
+        verdict = known.verdict
+        self._events.append(
+            events.PrefillDecided(
+                decision,
+                reason,
+                request.num_prompt_tokens,
+                known.local_tokens,
+                fetched,
+                verdict.available_tokens if verdict is not None else 0,
+            )
+        )
+        known.failure = reason if decision is Decision.RECOMPUTE else None
+
+    # --- both: what the workers did ---------------------------------------------------------------------------------
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Reads that arrived or failed, retentions that ended."""
+        super().update_connector_output(connector_output)
+        now = time.perf_counter()
+        news = connector_output.kv_connector_worker_meta
+        news = news if isinstance(news, WorkerNews) else WorkerNews()
+        self._offsets.update(news.offsets)
+        self._events.extend(events.KvLateNotification() for _ in range(news.late))
+        failed = set(connector_output.failed_recving or ()) | news.failed
+        for req_id in connector_output.finished_recving or ():
+            self._received(req_id, now, news, req_id in failed)
+        for req_id in connector_output.finished_sending or ():
+            told = news.ended.get(req_id, End.READ.value)
+            end = End(told) if told in _ENDS else End.READ
+            ended = self._ledger.end(req_id, end, now)
+            if ended is not None:
+                self._events.append(ended)
+
+    def _received(self, req_id: str, now: float, news: WorkerNews, failed: bool) -> None:
+        known, pull = self._prefills.get(req_id), self._pulls.pop(req_id, None)
+        seconds, size = news.reads.get(req_id, (0.0, 0))
+        if known is not None and known.admitted_s is not None and known.verdict is not None:
+            if failed:
+                known.offer = None
+                reason = Reason.EXPIRED if req_id in news.declined else Reason.READ_FAILED
+                known.failure = reason
+                if req_id in news.declined:
+                    self._events.append(events.KvReadDeclined())
+                else:
+                    self._events.append(events.KvReadFailed(Direction.D2P))
+                return
+            known.arrived_s = now
+            tokens = known.verdict.fetch_tokens
+            self._events.append(
+                events.KvRead(Direction.D2P, tokens, size * self._ranks, seconds, now - known.admitted_s)
+            )
+        elif pull is not None:
+            if failed:
+                self._events.append(events.KvReadFailed(Direction.P2D))
+            else:
+                self._events.append(
+                    events.KvRead(Direction.P2D, pull.tokens, size * self._ranks, seconds, now - pull.admitted_s)
+                )
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Note which prefills begin to compute; rest when there is nothing to do but hold blocks."""
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            if self.settings.idle_sleep_ms and not self._reqs_need_recv:
+                # vLLM steps empty batches for as long as blocks are held, at a full core.
+                time.sleep(self.settings.idle_sleep_ms / 1e3)
+        else:
+            now = time.perf_counter()
+            for req_id in scheduler_output.num_scheduled_tokens:
+                known = self._prefills.get(req_id)
+                if known is not None and known.computing_s is None:
+                    known.computing_s = now
+        return super().build_connector_meta(scheduler_output)
+
+    # --- the end of a request ---------------------------------------------------------------------------------------
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Export what the other side needs; on D with proof, and for as long as the router asks."""
+        params = request.kv_transfer_params
+        self._pulls.pop(request.request_id, None)
+        known = self._prefills.pop(request.request_id, None)
+        if not params:
+            return super().request_finished(request, block_ids)
+        if params.get("do_remote_decode"):
+            return self._prefilled(request, block_ids, known)
+        return self._decoded(request, block_ids, params)
+
+    def _prefilled(self, request: Any, block_ids: Any, known: _Prefill | None) -> tuple[bool, dict[str, Any] | None]:
+        delay, exported = super().request_finished(request, block_ids)
+        if known is None:
+            return delay, exported
+        verdict = known.verdict
+        fetched = verdict.fetch_tokens if verdict is not None and known.arrived_s is not None else 0
+        if known.arrived_s is not None and verdict is not None:
+            self._book(request, known, verdict.decision, verdict.reason, fetched)
+        elif not known.booked and known.failure is not None:
+            self._book(request, known, Decision.RECOMPUTE, known.failure, 0)
+        if exported is None or verdict is None:
+            return delay, exported
+        computed = request.num_prompt_tokens - known.local_tokens - fetched
+        if known.computing_s is not None and computed > 0:
+            self._events.append(events.PrefillComputed(computed, time.perf_counter() - known.computing_s))
+        decision = verdict.decision if known.failure is None else Decision.RECOMPUTE
+        reason = verdict.reason if known.failure is None else known.failure
+        exported[wire.KEY] = {
+            **wire.report_extras(
+                decision=decision,
+                reason=reason,
+                fetched=fetched,
+                local=known.local_tokens,
+                available=verdict.available_tokens,
+            ),
+            "incarnation": self.incarnation,
+        }
+        return delay, exported
+
+    def _decoded(self, request: Any, block_ids: Any, params: dict[str, Any]) -> tuple[bool, dict[str, Any] | None]:
+        finished = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        ttl = self.settings.retention_s(wire.read_retain_s(params))
+        if finished and self.is_bidirectional_kv_xfer_enabled and ttl == 0:
+            self._stop_heartbeat(request.request_id)
+            self._reqs_not_processed.add(request.request_id)
+            return False, None
+        usual, self.decoder_kv_blocks_ttl = self.decoder_kv_blocks_ttl, ttl
+        try:
+            delay, exported = super().request_finished(request, block_ids)
+        finally:
+            self.decoder_kv_blocks_ttl = usual
+        if not delay or exported is None:
+            return delay, exported
+        held = min(exported["remote_num_tokens"], len(request.all_token_ids))
+        exported[wire.KEY] = wire.reference_extras(
+            fingerprint=fingerprint(
+                array("I", request.all_token_ids[:held]),
+                stride=stride_for(held, self.block_size),
+                seed=seed_of(request),
+            ),
+            ttl_s=ttl,
+            block_size=self.block_size,
+            incarnation=self.incarnation,
+        )
+        self._events.append(
+            self._ledger.start(
+                request.request_id,
+                tokens=held,
+                blocks=sum(len(group) for group in block_ids),
+                now_s=time.perf_counter(),
+                ttl_s=ttl,
+            )
+        )
+        return delay, exported
+
+    def take_stats(self) -> ConnectorStats | None:
+        """The events since the last call, as statistics; None for none."""
+        found, self._events = self._events, []
+        return of_events(found)
+
+
+def seed_of(request: Any) -> bytes:
+    """Whatever the KV depends on besides token ids: adapter, cache salt, multi-modal content at its places."""
+    parts = []
+    if request.lora_request is not None:
+        parts.append(f"lora:{request.lora_request.lora_name}")
+    if request.cache_salt:
+        parts.append(f"salt:{request.cache_salt}")
+    parts.extend(
+        f"mm:{feature.identifier}:{feature.mm_position.offset}:{feature.mm_position.length}"
+        for feature in request.mm_features or ()
+    )
+    return "\n".join(parts).encode()

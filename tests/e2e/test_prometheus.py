@@ -1,0 +1,374 @@
+"""A real Prometheus server scrapes a real router and two simulated engines, all processes of their own in real time."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import jsonschema
+import orjson
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from kvtune_bench.load import LoadSettings, TurnRecord, replay, simulated_answer
+from kvtune_bench.traces import Conversation, Plan, TraceTurn, plan
+from kvtune_telemetry.catalogue import BY_NAME, CATALOGUE, Metric, emitted_by
+from kvtune_telemetry.clock import SystemClock
+from kvtune_telemetry.vocabulary import Outcome
+from kvtune_tuning.document import schema
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+
+TTL_S = 20.0
+THRESHOLD = 96
+POOL_TOKENS = 400_000
+MODEL = "qwen3-32b"
+LOAD_S = 32.0
+CONVERSATIONS = 12
+EMITTER_OF_JOB = {"router": "router", "prefill": "connector", "decode": "connector"}
+
+
+def plans(seed: int, *, late: bool = True) -> list[Plan]:
+    """Conversations that grow by 200 to 3000 tokens a turn and pause for 0.3 to 3 s, and some (`late`) beyond the TTL.
+
+    About one follow-up in eight rewrites the end of its history.
+    """
+    rng = random.Random(seed)
+    found = []
+    for number in range(4 * CONVERSATIONS):
+        turns = []
+        prompt = rng.randrange(400, 2000)
+        length = rng.randrange(3, 9)
+        for turn in range(length):
+            output = rng.randrange(4, 20)
+            last = turn == length - 1
+            too_late = late and number % 6 == 0 and turn == 1
+            gap = None if last else TTL_S - 2 if too_late else rng.uniform(0.3, 3.0)
+            kept = prompt + output if rng.random() > 0.125 else max(64, prompt // 2)
+            turns.append(TraceTurn(prompt, output, gap, 0 if last else kept))
+            prompt += output + rng.randrange(200, 3000)
+        found.append(Conversation(number, tuple(turns)))
+    return plan(found, context_limit=100_000)
+
+
+@dataclass
+class World:
+    """What runs, and what was seen of the load that it served."""
+
+    prometheus: Any
+    processes: Any
+    receiver: Any
+    targets: dict[str, str]
+    """Address (`host:port`) of each job's exposition."""
+    metrics: dict[str, str]
+    """URL of each job's exposition."""
+    router: str
+    engines: dict[str, Any]
+    began_s: float
+    """Unix time before the load."""
+    turns: list[TurnRecord]
+    snapshot: Path
+    recorded: Any
+
+    async def play(self, seconds: float, seed: int, run: str, *, late: bool = True) -> list[TurnRecord]:
+        settings = LoadSettings(
+            base_url=self.router, model=MODEL, concurrency=CONVERSATIONS, duration_s=seconds, ramp_s=2.0, seed=seed,
+            mid_conversation=False, park_after_s=None, run=run,
+        )  # fmt: skip
+        return await replay(plans(seed, late=late), settings, clock=SystemClock(), expect=simulated_answer)
+
+    def window(self, began_s: float) -> str:
+        """A window for `suggest` that begins before `began_s`."""
+        return f"{max(60, math.ceil(time.time() - began_s) + 2)}s"
+
+    async def suggest(self, *source: str) -> dict[str, Any]:
+        ran = await self.processes.run("suggest", *source, "--format", "json")
+        assert ran.code in (0, 3), (ran.out, ran.err)
+        document: dict[str, Any] = ran.document
+        jsonschema.validate(document, schema())
+        assert "error" not in document
+        return document
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(prometheuses: Any, processes: Any, otlp: Any, wait_until: Any, tmp_path_factory: Any) -> World:
+    receiver = await otlp()
+    pool = ("--pool-tokens", str(POOL_TOKENS), "--ttl", f"{TTL_S:g}", "--threshold", str(THRESHOLD))
+    # Without a prefix cache of its own prefill reads every history back.
+    prefill, prefill_url = await processes.engine("prefill", "--no-prefix-caching", *pool)
+    decode, decode_url = await processes.engine("decode", *pool)
+    router = await processes.start(
+        "router", "router", "--port", "0", "--metrics-port", "0", "--prefill", prefill_url, "--decode", decode_url,
+        "--ttl", f"{TTL_S:g}", "--outcome-header", "--log-format", "json", env=receiver.environment(),
+    )  # fmt: skip
+    announced = orjson.loads(router.ready)
+    metrics = {
+        "router": announced["metrics"],
+        "prefill": f"{prefill_url}/metrics",
+        "decode": f"{decode_url}/metrics",
+    }
+    targets = {job: urlsplit(url).netloc for job, url in metrics.items()}
+    prometheus = await prometheuses.start(targets)
+    snapshot = tmp_path_factory.mktemp("snapshot")
+
+    async def seen_idle() -> bool:
+        # A first sample before the load, a whole step of the query earlier: increments are complete.
+        return (await prometheus.value("min(count_over_time(up[1m]) and on() count(up) == 3)") or 0) >= 4
+
+    recorder = await processes.record(snapshot, *metrics.values())
+    await wait_until(seen_idle, "scrapes before the load")
+    engines = {"prefill": prefill, "decode": decode}
+    world = World(
+        prometheus, processes, receiver, targets, metrics, announced["ready"], engines, time.time(), [], snapshot, None
+    )
+    world.turns = await world.play(LOAD_S, 7, "main")
+    await prometheus.scraped_since(time.time())
+    world.recorded = await recorder.finish()
+    return world
+
+
+async def test_the_load_was_worth_it(world: World) -> None:
+    assert not [turn for turn in world.turns if not turn.answered]
+    assert all(turn.correct for turn in world.turns)
+    outcomes = Counter(turn.outcome for turn in world.turns)
+    assert outcomes["hit"] >= 50 and outcomes["first"] >= CONVERSATIONS and outcomes["expired"] >= 1, outcomes
+    assert world.recorded.code == 0 and not any(world.recorded.document["failures"].values())
+
+
+async def test_every_catalogued_series_is_there_with_its_type_and_labels(world: World) -> None:
+    names = set(await world.prometheus.get("label/__name__/values"))
+    wanted = {name for metric in CATALOGUE for name in metric.sample_names()}
+    assert {name for name in names if name.startswith("kvtune_")} == wanted
+
+    metadata = await world.prometheus.get("metadata")
+    for metric in CATALOGUE:
+        # OpenMetrics names a counter's family without _total.
+        family = metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name
+        stated = {(entry["type"], entry["help"]) for entry in metadata.get(family, ())}
+        assert stated == {(metric.as_dict()["type"], metric.help)}, family
+
+    by_sample: dict[str, Metric] = {name: metric for metric in CATALOGUE for name in metric.sample_names()}
+    for job, emitter in EMITTER_OF_JOB.items():
+        series = await world.prometheus.get("series", **{"match[]": f'{{__name__=~"kvtune_.+",job="{job}"}}'})
+        assert {one["__name__"] for one in series} == {
+            name for metric in emitted_by(emitter) for name in metric.sample_names()
+        }
+        seen: dict[str, set[tuple[str, ...]]] = {}
+        for one in series:
+            metric = by_sample[one["__name__"]]
+            le = {"le"} if one["__name__"].endswith("_bucket") else set()
+            assert set(one) == {"__name__", "job", "instance", *metric.label_names(), *le}, one
+            assert one["instance"] == world.targets[job]
+            if emitter == "connector":
+                assert (one["model_name"], one["role"]) == (MODEL, job)
+            seen.setdefault(metric.name, set()).add(tuple(one[label.name] for label in metric.labels))
+        for metric in emitted_by(emitter):
+            if any(label.values is None for label in metric.labels):
+                assert seen[metric.name]
+            else:
+                assert seen[metric.name] == set(metric.initial()), "all label sets from the start, and no other"
+
+
+async def test_every_scrape_is_clean(world: World) -> None:
+    active = (await world.prometheus.get("targets", state="active"))["activeTargets"]
+    assert {target["labels"]["job"]: (target["health"], target["lastError"]) for target in active} == dict.fromkeys(
+        EMITTER_OF_JOB, ("up", "")
+    )
+    up = {row["metric"]["job"]: row["value"][1] for row in (await world.prometheus.get("query", query="up"))["result"]}
+    assert up == dict.fromkeys(EMITTER_OF_JOB, "1")
+    troubles = (
+        "prometheus_target_scrapes_exceeded_sample_limit_total",
+        "prometheus_target_scrapes_exemplar_out_of_order_total",
+        "prometheus_target_scrapes_sample_duplicate_timestamp_total",
+        "prometheus_target_scrapes_sample_out_of_bounds_total",
+        "prometheus_target_scrapes_sample_out_of_order_total",
+    )
+    own = {
+        name: float(value)
+        for name, _, value in (line.rpartition(" ") for line in (await world.prometheus.own_metrics()).splitlines())
+        if name in troubles
+    }
+    assert own == dict.fromkeys(troubles, 0.0)
+    complaints = [line for line in world.prometheus.log.read_text().splitlines() if "level=error" in line]
+    assert not complaints
+    assert "error" not in world.processes.log("router").read_text().lower()
+
+
+def settings_of(evidence: dict[str, Any]) -> dict[str, Any]:
+    return {name: stated for name, stated in evidence["settings"].items() if not stated["assumed"]}
+
+
+EXACT = (
+    "turns", "turns_by_outcome", "conversations", "conversations_new", "gaps", "turn_ends", "turns_given_up",
+    "tokens_per_turn_end", "settings", "pool_tokens", "decode_engines", "models", "restarts", "preemptions",
+    "cost_observations", "ttft_followup_mean_s", "useful_share", "waited_for_kv", "extrapolated_before_window",
+)  # fmt: skip
+"""Facts that depend on counters and settings only. The load lies inside the window with idle time on both sides, so
+that no increment falls between a scrape and the window's edge: no tolerance."""
+
+
+async def test_prometheus_and_snapshots_give_the_evidence_that_the_load_gave(world: World) -> None:
+    document = await world.suggest("--prometheus", world.prometheus.url, "--window", world.window(world.began_s))
+    direct = await world.suggest("--snapshot", str(world.snapshot))
+    evidence, recorded = document["evidence"], direct["evidence"]
+    assert {name: evidence[name] for name in EXACT} == {name: recorded[name] for name in EXACT}
+
+    turns = world.turns
+    returns = [turn for turn in turns if turn.gap_s is not None]
+    fetches = evidence["cost_observations"]["fetch"]
+    hits = sum(turn.outcome == Outcome.HIT for turn in turns)
+    assert evidence["turns"] == len(turns)
+    assert evidence["turns_by_outcome"] == Counter(turn.outcome for turn in turns)
+    assert evidence["gaps"] == len(returns)
+    assert evidence["turn_ends"] == len(turns)
+    assert evidence["conversations"] == evidence["conversations_new"] == len({turn.conversation for turn in turns})
+    assert 0 < fetches <= hits
+    assert settings_of(evidence) == {
+        "decoder_kv_blocks_ttl": {"value": TTL_S, "assumed": False},
+        "kv_recompute_threshold": {"value": THRESHOLD, "assumed": False},
+        "expiry_margin_seconds": {"value": 5, "assumed": False},
+    }
+    assert evidence["pool_tokens"] == POOL_TOKENS and evidence["decode_engines"] == 1
+    assert evidence["targets"] == {job: [f"{job}/{target}"] for job, target in world.targets.items()}
+    assert evidence["restarts"] == {} and evidence["models"] == [MODEL]
+    assert evidence["samples_dropped"] == 0
+    assert evidence["scrape_interval_s"] == pytest.approx(1.0, abs=0.1)
+    ttft = [turn.ttft_s for turn in turns if turn.outcome in followup_outcomes() and turn.ttft_s is not None]
+    # The router's clock starts later and stops earlier than the client's.
+    assert 0 < evidence["ttft_followup_mean_s"] <= sum(ttft) / len(ttft)
+
+    def advice(document: dict[str, Any]) -> list[tuple[Any, ...]]:
+        return [(r["setting"], r["status"], r["reason_code"], r["current"]) for r in document["recommendations"]]
+
+    assert advice(document) == advice(direct)
+
+
+def followup_outcomes() -> set[str]:
+    return {outcome.value for outcome in Outcome} - {Outcome.FIRST, Outcome.NO_IDENTITY, Outcome.ERROR}
+
+
+async def test_an_exemplar_leads_to_a_trace_that_was_received(world: World) -> None:
+    for name in ("kvtune_turn_ttft_seconds_bucket", "kvtune_turn_duration_seconds_bucket"):
+        rows = await world.prometheus.get(
+            "query_exemplars", query=name, start=f"{world.began_s:.3f}", end=f"{time.time():.3f}"
+        )
+        found = [(row["seriesLabels"], exemplar) for row in rows for exemplar in row["exemplars"]]
+        assert found, name
+        for series, exemplar in found:
+            spans = await world.receiver.whole_trace(exemplar["labels"]["trace_id"])
+            assert set(exemplar["labels"]) == {"trace_id"}
+            turn = spans["kvtune.turn"].attributes
+            assert turn["kvtune.turn"] == series["turn"]
+            if name == "kvtune_turn_ttft_seconds_bucket":
+                assert turn["kvtune.outcome"] == series["outcome"]
+                assert turn["kvtune.ttft_s"] == pytest.approx(float(exemplar["value"]))
+    traces = [span.trace_id for span in world.receiver.spans if span.name == "kvtune.turn"]
+    assert len(traces) == len(set(traces)) >= len(world.turns), "one trace a turn"
+
+
+async def test_a_restarted_engine_is_seen_and_loses_no_turn(world: World, tmp_path: Path) -> None:
+    began_s = time.time()
+    await world.prometheus.scraped_since(began_s)
+    recorder = await world.processes.record(tmp_path, *world.metrics.values())
+    turns = await world.play(6.0, 11, "before", late=False)
+    await world.prometheus.scraped_since(time.time() + 1.0)
+    assert await world.engines["prefill"].stop() == 0
+    port = world.targets["prefill"].split(":")[1]
+    world.engines["prefill"], _ = await world.processes.engine(
+        "prefill", "--no-prefix-caching", "--pool-tokens", str(POOL_TOKENS), "--ttl", f"{TTL_S:g}",
+        "--threshold", str(THRESHOLD), "--port", port, name="prefill-again",
+    )  # fmt: skip
+    await world.prometheus.scraped_since(time.time() + 1.0)
+    turns += await world.play(6.0, 13, "after", late=False)
+    await world.prometheus.scraped_since(time.time())
+    window = f"{math.ceil(time.time() - began_s) + 1}s"
+    document = await world.suggest("--prometheus", world.prometheus.url, "--window", window)
+    await recorder.finish()
+    direct = await world.suggest("--snapshot", str(tmp_path))
+    assert not [turn for turn in turns if not turn.answered]
+    evidence, recorded = document["evidence"], direct["evidence"]
+    assert list(evidence["restarts"].items()) == [(f"prefill/{world.targets['prefill']}", 1)]
+    assert list(recorded["restarts"].values()) == [1]
+    assert any(check["code"] == "restarts" for check in document["checks"])
+    exact = ("turns", "turns_by_outcome", "gaps", "turn_ends", "conversations_new", "cost_observations", "settings")
+    assert {name: evidence[name] for name in exact} == {name: recorded[name] for name in exact}
+    assert evidence["turns"] == len(turns) and evidence["gaps"] == sum(turn.gap_s is not None for turn in turns)
+
+
+async def test_without_a_scheme_and_explained(world: World) -> None:
+    address = world.prometheus.url.removeprefix("http://")
+    document = await world.suggest("--prometheus", address, "--window", "60s", "--explain")
+    queries = document["explain"]["queries"]
+    assert {query.removeprefix('{__name__="').removesuffix('"}') for query in queries} >= {
+        "kvtune_turns_total", "vllm:kv_cache_usage_perc"
+    }  # fmt: skip
+    for query in queries:
+        await world.prometheus.get("query", query=query)
+
+
+async def failure(processes: Any, url: str, code: int = 1) -> dict[str, Any]:
+    ran = await processes.run("suggest", "--prometheus", url, "--window", "60s", "--format", "json")
+    assert ran.code == code, (ran.out, ran.err)
+    document = ran.document
+    jsonschema.validate(document, schema())
+    assert "Traceback" not in ran.err
+    assert "recommendations" not in document
+    error: dict[str, Any] = document["error"]
+    return error
+
+
+async def test_what_is_not_a_prometheus_is_named(world: World, processes: Any) -> None:
+    async def hello(_: web.Request) -> web.Response:
+        return web.Response(text="<html>hello</html>", content_type="text/html")
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", hello)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        page = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        error = await failure(processes, page)
+        assert error["code"] == "bad_answer" and page in error["message"]
+    finally:
+        await runner.cleanup()
+    error = await failure(processes, page)
+    assert error["code"] == "unreachable" and page in error["message"]
+    error = await failure(processes, world.router)
+    assert error["code"] == "http_status" and "404" in error["message"]
+    error = await failure(processes, "ftp://127.0.0.1:9090", code=2)
+    assert error["code"] == "bad_url"
+
+
+async def test_an_empty_prometheus_has_nothing_to_say(prometheuses: Any, processes: Any) -> None:
+    empty = await prometheuses.start({})
+    error = await failure(processes, empty.url)
+    assert error["code"] == "no_series" and "none of the needed series" in error["message"]
+
+
+async def test_what_prometheus_refuses_is_said_in_its_words(world: World, prometheuses: Any, processes: Any) -> None:
+    strict = await prometheuses.start(
+        {"router": world.targets["router"]}, "--query.max-samples=5", prefix="some/where"
+    )  # fmt: skip
+    await strict.scraped_since(time.time())
+    error = await failure(processes, strict.url)
+    assert error["code"] == "prometheus_error" and "too many samples" in error["message"]
+
+
+async def test_without_engines_nothing_is_advised(world: World, prometheuses: Any, processes: Any) -> None:
+    alone = await prometheuses.start({"router": world.targets["router"]})
+    await alone.scraped_since(time.time() + 2.0)
+    ran = await processes.run("suggest", "--prometheus", alone.url, "--window", "60s", "--format", "json")
+    assert ran.code == 3, (ran.out, ran.err)
+    document = ran.document
+    jsonschema.validate(document, schema())
+    assert {r["status"] for r in document["recommendations"]} == {"insufficient"}
+    assert {check["code"] for check in document["checks"] if check["level"] == "error"} >= {"no_prefill", "no_decode"}
+    assert BY_NAME["kvtune_turns_total"].emitter == "router" and document["evidence"]["turns"] == 0
