@@ -2,8 +2,8 @@
 
     python make_tiny_model.py DIRECTORY [--layers 4 --hidden 256]
 
-Run it with an interpreter that has torch, transformers and tokenizers (vLLM's has). Embeddings are not tied, so that the
-next token depends on the whole context, and a wrong KV cache shows in the logits.
+Run it with an interpreter that has torch, transformers and tokenizers (vLLM's has). Embeddings are not tied, so that
+the next token depends on the whole context, and a wrong KV cache shows in the logits.
 """
 
 from __future__ import annotations

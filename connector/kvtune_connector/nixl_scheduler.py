@@ -6,6 +6,7 @@ import math
 import time
 import uuid
 from array import array
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from kvtune_connector import wire
 from kvtune_connector.fingerprint import fingerprint, stride_for, verified_prefix
+from kvtune_connector.nixl_spans import DECISION, READ, emit
 from kvtune_connector.nixl_stats import ConnectorStats, of_events
 from kvtune_connector.nixl_worker import MARK, WorkerNews
 from kvtune_connector.policy import EXPIRY_MARGIN_S, Offer, Verdict, decide
@@ -24,6 +26,8 @@ from kvtune_telemetry import events
 from kvtune_telemetry.vocabulary import Decision, Direction, End, Reason
 
 _REQUIRED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+_REMEMBERED = 65_536
+"""References this reader remembers to have used; each is a few hundred bytes."""
 _ENDS = {end.value for end in End}
 _READ = "_remote_blocks_processed"
 """vLLM's own mark that a request's remote blocks were read, or given back: once a request."""
@@ -34,6 +38,9 @@ class _Prefill:
     """What is known of one request that P prefills."""
 
     offer: Offer | None
+    headers: Any
+    """The request's trace headers; None unless vLLM traces."""
+    asked_s: float
     local_tokens: int = 0
     verdict: Verdict | None = None
     booked: bool = False
@@ -49,6 +56,7 @@ class _Pull:
 
     admitted_s: float
     tokens: int
+    headers: Any
 
 
 class ConnectorScheduler(NixlPullConnectorScheduler):
@@ -64,6 +72,7 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         self._ledger = RetentionLedger()
         self._events: list[events.ConnectorEvent] = []
         self._offsets: dict[str, float] = {}
+        self._used: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._ranks = max(1, self.transfer_tp_size)
         config = vllm_config.kv_transfer_config
         if config.kv_load_failure_policy != "recompute":
@@ -83,7 +92,9 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
             return 0, False
         known = self._prefills.get(request.request_id)
         if known is None:
-            known = self._prefills[request.request_id] = _Prefill(self._offer(request, params))
+            known = self._prefills[request.request_id] = _Prefill(
+                self._offer(request, params), request.trace_headers, time.perf_counter()
+            )
         known.local_tokens = num_computed_tokens
         known.verdict = verdict = decide(
             prompt_tokens=request.num_prompt_tokens,
@@ -104,6 +115,8 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         expiry = params.get("remote_blocks_expiry_time")
         offset = self._offsets.get(params["remote_engine_id"])
         deadline = expiry - offset if expiry is not None and offset is not None else None
+        if (params["remote_engine_id"], params["remote_request_id"]) in self._used:
+            return Offer(tokens, None, deadline, consumed=True)
         held = wire.read_fingerprint(params)
         verified: int | None = None
         if held is not None:
@@ -130,12 +143,16 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         if params and params.get("do_remote_decode") and known is not None and not params.get(_READ):
             self._commit(request, params, known, num_external_tokens)
         elif params and params.get("do_remote_prefill") and num_external_tokens > 0:
-            self._pulls[request.request_id] = _Pull(time.perf_counter(), num_external_tokens)
+            self._pulls[request.request_id] = _Pull(time.perf_counter(), num_external_tokens, request.trace_headers)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def _commit(self, request: Any, params: dict[str, Any], known: _Prefill, external: int) -> None:
         verdict = known.verdict
         assert verdict is not None
+        if known.offer is not None and not known.offer.consumed:
+            self._used[params["remote_engine_id"], params["remote_request_id"]] = None
+            while len(self._used) > _REMEMBERED:
+                self._used.popitem(last=False)
         if external > 0:
             known.admitted_s = time.perf_counter()
             self._cut(params, verdict.use_tokens)
@@ -174,6 +191,18 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
             )
         )
         known.failure = reason if decision is Decision.RECOMPUTE else None
+        emit(
+            known.headers,
+            DECISION,
+            known.asked_s,
+            known.admitted_s or time.perf_counter(),
+            {
+                "kvtune.decision": decision.value,
+                "kvtune.reason": reason.value,
+                "kvtune.kv.tokens": fetched,
+                "kvtune.local_tokens": known.local_tokens,
+            },
+        )
 
     # --- both: what the workers did ---------------------------------------------------------------------------------
 
@@ -210,6 +239,7 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
                 return
             known.arrived_s = now
             tokens = known.verdict.fetch_tokens
+            emit_read(known.headers, Direction.D2P, known.admitted_s, now, tokens, seconds, size * self._ranks)
             self._events.append(
                 events.KvRead(Direction.D2P, tokens, size * self._ranks, seconds, now - known.admitted_s)
             )
@@ -217,6 +247,7 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
             if failed:
                 self._events.append(events.KvReadFailed(Direction.P2D))
             else:
+                emit_read(pull.headers, Direction.P2D, pull.admitted_s, now, pull.tokens, seconds, size * self._ranks)
                 self._events.append(
                     events.KvRead(Direction.P2D, pull.tokens, size * self._ranks, seconds, now - pull.admitted_s)
                 )
@@ -317,6 +348,24 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         """The events since the last call, as statistics; None for none."""
         found, self._events = self._events, []
         return of_events(found)
+
+
+def emit_read(
+    headers: Any, direction: Direction, begun_s: float, ended_s: float, tokens: int, seconds: float, size: int
+) -> None:
+    """The span of a read, from admission to arrival."""
+    emit(
+        headers,
+        READ,
+        begun_s,
+        ended_s,
+        {
+            "kvtune.kv.direction": direction.value,
+            "kvtune.kv.tokens": tokens,
+            "kvtune.kv.bytes": size,
+            "kvtune.kv.transfer_s": seconds,
+        },
+    )
 
 
 def seed_of(request: Any) -> bytes:

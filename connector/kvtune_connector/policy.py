@@ -28,6 +28,9 @@ class Offer:
     """False when the engine is known to be gone or to be another incarnation."""
     read_failed: bool = False
     """True after a read of this offer failed: never try again."""
+    consumed: bool = False
+    """True when this reader has used the reference before: the blocks may hold anything by now, whatever its
+    fingerprint says of what they held."""
     explored: bool = False
     """The router asks for a recompute, to measure its cost."""
 
@@ -72,6 +75,8 @@ def decide(
         return _recompute(Reason.DISABLED, release=True)
     if offer.read_failed:
         return _recompute(Reason.READ_FAILED)
+    if offer.consumed:
+        return _recompute(Reason.CONSUMED)
     if not offer.engine_alive:
         return _recompute(Reason.ENGINE_GONE)
     if offer.deadline_s is not None and now_s + margin_s >= offer.deadline_s:

@@ -44,6 +44,7 @@ _OUTCOME_OF_REASON = {
     Reason.EXPIRED: Outcome.EXPIRED,
     Reason.REWRITTEN: Outcome.REWRITTEN,
     Reason.UNVERIFIED: Outcome.UNVERIFIED,
+    Reason.CONSUMED: Outcome.CONSUMED,
     Reason.ENGINE_GONE: Outcome.ENGINE_GONE,
     Reason.READ_FAILED: Outcome.READ_FAILED,
     Reason.DISABLED: Outcome.DISABLED,

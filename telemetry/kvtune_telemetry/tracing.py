@@ -135,7 +135,9 @@ class TurnTrace:
     def end(self, attributes: Mapping[str, str | int | float | None], error: str | None) -> None:
         """End the turn's span (and any leg still open) with its final attributes."""
         for span in self._legs:
-            span.end()
+            # The SDK logs a warning for a span that is ended twice.
+            if span.is_recording():
+                span.end()
         if self._span is None:
             return
         if self._span.is_recording():

@@ -56,6 +56,7 @@ class Reason(StrEnum):
     EXPIRED = "expired"
     REWRITTEN = "rewritten"
     UNVERIFIED = "unverified"
+    CONSUMED = "consumed"
     ENGINE_GONE = "engine_gone"
     READ_FAILED = "read_failed"
     EXPLORED = "explored"

@@ -36,6 +36,7 @@ def test_no_offer() -> None:
     [
         (OFFER, {"enabled": False}, Decision.RECOMPUTE, Reason.DISABLED, True),
         (replace(OFFER, read_failed=True), {}, Decision.RECOMPUTE, Reason.READ_FAILED, False),
+        (replace(OFFER, consumed=True), {}, Decision.RECOMPUTE, Reason.CONSUMED, False),
         (replace(OFFER, engine_alive=False), {}, Decision.RECOMPUTE, Reason.ENGINE_GONE, False),
         (OFFER, {"now_s": 95.0}, Decision.RECOMPUTE, Reason.EXPIRED, False),
         (OFFER, {"now_s": 94.9}, Decision.FETCH, Reason.NONE, False),

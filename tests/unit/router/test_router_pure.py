@@ -96,6 +96,7 @@ def test_legs() -> None:
         (Decision.RECOMPUTE, Reason.EXPIRED, Outcome.EXPIRED),
         (Decision.RECOMPUTE, Reason.REWRITTEN, Outcome.REWRITTEN),
         (Decision.RECOMPUTE, Reason.UNVERIFIED, Outcome.UNVERIFIED),
+        (Decision.RECOMPUTE, Reason.CONSUMED, Outcome.CONSUMED),
         (Decision.RECOMPUTE, Reason.ENGINE_GONE, Outcome.ENGINE_GONE),
         (Decision.RECOMPUTE, Reason.READ_FAILED, Outcome.READ_FAILED),
         (Decision.RECOMPUTE, Reason.DISABLED, Outcome.DISABLED),

@@ -1,0 +1,403 @@
+"""A real vLLM prefill/decode pair with NIXL on this machine's CPUs, through the router and by hand.
+
+The pair is started once; its environment is named by KVTUNE_VLLM_PYTHON and a small model's directory by
+KVTUNE_VLLM_MODEL (`make e2e` makes both).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import orjson
+import pytest
+import pytest_asyncio
+
+from kvtune_bench.process import ChildProcess, tail
+from kvtune_bench.vllm_pair import VllmConfig, VllmServer, free_port
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+
+FIRST = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+NOISE = 0.05
+"""Largest difference of a top-5 log-probability between read and computed KV (bf16; 0.008 seen)."""
+TTL_S = 60.0
+
+
+class Pair:
+    """A P, a D, a router in front, and a session."""
+
+    def __init__(self, stack: AsyncExitStack, work: Path) -> None:
+        self.stack, self.work = stack, work
+        self.python, self.model = os.environ["KVTUNE_VLLM_PYTHON"], Path(os.environ["KVTUNE_VLLM_MODEL"])
+        self.session: aiohttp.ClientSession
+        self.p: VllmServer
+        self.d: VllmServer
+        self.router: ChildProcess
+        self.count = 0
+
+    async def server(self, role: str, **more: Any) -> VllmServer:
+        config = VllmConfig(
+            **{
+                "role": role, "python": self.python, "model": self.model, "port": free_port(),
+                "side_channel_port": free_port(), "ttl_s": TTL_S, **more,
+            }
+        )  # fmt: skip
+        self.count += 1
+        server = await VllmServer.spawn(config, self.work / f"{config.role}-{self.count}.log")
+        self.stack.push_async_callback(server.stop)
+        return server
+
+    async def start_router(self, *more: str) -> ChildProcess:
+        router = await ChildProcess.start(
+            "router",
+            [
+                *(os.sys.executable, "-m", "kvtune_cli", "router", "--port", "0", "--metrics-port", "0"),
+                *("--prefill", self.p.url, "--decode", self.d.url, "--outcome-header", "--log-format", "json", *more),
+            ],
+            self.work / "router.log",
+        )
+        self.stack.push_async_callback(router.stop)
+        return router
+
+    def client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.url("ready") + "/v1", api_key="none", max_retries=0)
+
+    def url(self, what: str) -> str:
+        return str(orjson.loads(self.router.ready)[what])
+
+    async def post(self, server: VllmServer, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+        whole = {"model": "tiny", "temperature": 0, "logprobs": 5, **body}
+        async with self.session.post(server.url + path, json=whole) as answer:
+            raw = await answer.read()
+            assert answer.status == 200, raw
+            found: dict[str, Any] = orjson.loads(raw)
+            return found
+
+    async def turn(
+        self, prompt: Any, reference: dict[str, Any] | None = None, *, tokens: int = 24, **decode: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Both legs by hand; returns P's and D's answers."""
+        p = await self.post(self.p, prompt=prompt, max_tokens=1, kv_transfer_params=dict(reference or FIRST))
+        params = {**p["kv_transfer_params"], **decode}
+        d = await self.post(self.d, prompt=prompt, max_tokens=tokens, ignore_eos=True, kv_transfer_params=params)
+        return p, d
+
+    async def values(self, url: str, name: str, **labels: str) -> float:
+        """The sum of the series `name` with those labels."""
+        total = 0.0
+        async with self.session.get(url if url.endswith("/metrics") else url + "/metrics") as answer:
+            for line in (await answer.text()).splitlines():
+                if line.startswith((name + "{", name + " ")) and all(f'{k}="{v}"' in line for k, v in labels.items()):
+                    total += float(line.rsplit(" ", 1)[1])
+        return total
+
+    async def settles(self, url: str, name: str, wanted: float, within_s: float = 30.0, **labels: str) -> None:
+        """Wait until a series has a value: statistics travel with the engine's steps."""
+        deadline = time.monotonic() + within_s
+        while (got := await self.values(url, name, **labels)) != wanted:
+            assert time.monotonic() < deadline, f"{name}{labels} is {got}, not {wanted}"
+            await asyncio.sleep(0.3)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    async with AsyncExitStack() as stack:
+        made = Pair(stack, tmp_path_factory.mktemp("pair"))
+        timeout = aiohttp.ClientTimeout(total=90.0)
+        made.session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+        made.p, made.d = await made.server("prefill"), await made.server("decode")
+        await asyncio.gather(made.p.ready(), made.d.ready())
+        made.router = await made.start_router()
+        # The first request of an engine compiles and shakes hands.
+        await made.turn(text("warm", 200))
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def tell_the_logs_on_failure(request: pytest.FixtureRequest, pair: Pair) -> Any:
+    yield
+    if getattr(request.node, "failed", False):
+        for server in (pair.p, pair.d):
+            print(f"\n--- {server.config.role}: {tail(server.log)}")
+
+
+def text(seed: str, words: int) -> str:
+    rng = random.Random(seed)
+    vocabulary = ["import", "class", "return", "self", "alpha", "beta", "torch", "while", "True", "print", "one", "two"]
+    return " ".join(rng.choice(vocabulary) for _ in range(words))
+
+
+def top(answer: dict[str, Any], token: int = 0) -> dict[str, float]:
+    found: dict[str, float] = answer["choices"][0]["logprobs"]["top_logprobs"][token]
+    return found
+
+
+def difference(one: dict[str, float], two: dict[str, float]) -> float:
+    """Largest difference of the log-probabilities both know; 1 where they share fewer than half."""
+    shared = one.keys() & two.keys()
+    return max((abs(one[t] - two[t]) for t in shared), default=1.0) if len(shared) >= 3 else 1.0
+
+
+def report(p: dict[str, Any]) -> tuple[str, str, int]:
+    told = p["kv_transfer_params"]["kvtune"]
+    return told["decision"], told["reason"], told["fetched_tokens"]
+
+
+async def clean(pair: Pair, prompt: Any) -> tuple[dict[str, float], dict[str, float]]:
+    """P's and D's view of a prompt that nothing was read for."""
+    p, d = await pair.turn(prompt)
+    return top(p), top(d)
+
+
+# --- proof ----------------------------------------------------------------------------------------------------------
+
+
+async def tokens_of(pair: Pair, prompt: str) -> list[int]:
+    async with pair.session.post(pair.p.url + "/tokenize", json={"model": "tiny", "prompt": prompt}) as answer:
+        found: list[int] = (await answer.json())["tokens"]
+        return found
+
+
+async def test_an_honest_follow_up_is_read_whole_and_equals_a_clean_run(pair: Pair) -> None:
+    prompt = await tokens_of(pair, text("honest", 400))
+    _, d = await pair.turn(prompt)
+    reference = d["kv_transfer_params"]
+    kept = reference["remote_num_tokens"]
+    assert kept == len(prompt) + 23
+    assert reference["kvtune"]["ttl_s"] == TTL_S
+    # The answer's token ids are not known here; the prompt, extended, is provable to its last whole block.
+    p2, d2 = await pair.turn([*prompt, 11, 12, 13], reference)
+    decision, _, fetched = report(p2)
+    assert decision == "fetch" and fetched == len(prompt) // 128 * 128
+    want_p, want_d = await clean(pair, [*prompt, 11, 12, 13])
+    assert difference(top(p2), want_p) < NOISE and difference(top(d2), want_d) < NOISE
+
+
+@pytest.mark.parametrize("case", ["foreign", "edited", "truncated", "replayed", "compacted", "forged"])
+async def test_a_history_that_differs_never_changes_an_answer(pair: Pair, case: str) -> None:
+    base = text(f"base {case}", 420)
+    _, d = await pair.turn(base)
+    reference = d["kv_transfer_params"]
+    words = base.split()
+    prompt = {
+        "foreign": text(f"another {case}", 420),
+        "edited": " ".join([*words[:300], "changed", *words[301:]]) + " go on",
+        "truncated": " ".join(words[:280]),
+        "replayed": base + " go on",
+        "compacted": "summary " + " ".join(words[-200:]),
+        "forged": text(f"forged {case}", 420),
+    }[case]
+    if case == "replayed":
+        await pair.turn(prompt, dict(reference))
+    if case == "forged":
+        # A stock peer's reference, or one that lost its proof on the way.
+        reference = {key: value for key, value in reference.items() if key != "kvtune"}
+    p, d = await pair.turn(prompt, dict(reference))
+    decision, reason, fetched = report(p)
+    want_p, want_d = await clean(pair, prompt)
+    assert difference(top(p), want_p) < NOISE and difference(top(d), want_d) < NOISE, (decision, reason, fetched)
+    again_p, again_d = await clean(pair, prompt)
+    assert difference(again_p, want_p) < NOISE and difference(again_d, want_d) < NOISE, "the caches are clean"
+    if case in ("foreign", "compacted"):
+        assert (decision, reason, fetched) == ("recompute", "rewritten", 0)
+    elif case == "forged":
+        assert (decision, reason, fetched) == ("recompute", "unverified", 0)
+    elif case == "replayed":
+        assert (decision, reason, fetched) == ("recompute", "consumed", 0)
+    elif case in ("edited", "truncated"):
+        assert decision == "fetch" and 128 <= fetched <= 384 and fetched % 128 == 0
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+
+async def floor(pair: Pair) -> None:
+    """Every block comes back, and nobody waits for what will not come."""
+    await pair.settles(pair.p.url, "vllm:num_requests_waiting", 0.0)
+    await pair.settles(pair.p.url, "vllm:num_requests_running", 0.0)
+    await pair.settles(pair.p.url, "vllm:kv_cache_usage_perc", 0.0, within_s=45.0)
+
+
+async def test_an_expired_reference_is_recomputed(pair: Pair) -> None:
+    prompt = text("expired", 300)
+    _, d = await pair.turn(prompt, kvtune={"v": 1, "retain_s": 6.5})
+    reference = d["kv_transfer_params"]
+    assert reference["kvtune"]["ttl_s"] == 6.5
+    before = await pair.values(pair.p.url, "kvtune_kv_reads_declined_total")
+    lapsed = await pair.values(pair.d.url, "kvtune_retentions_ended_total", end="lapsed")
+    await asyncio.sleep(2.0)
+    p, _ = await pair.turn(prompt + " go on", reference)
+    assert report(p) == ("recompute", "expired", 0)
+    await pair.settles(pair.p.url, "kvtune_kv_reads_declined_total", before + 1)
+    await pair.settles(pair.d.url, "kvtune_retentions_ended_total", lapsed + 1, end="lapsed")
+    await floor(pair)
+
+
+async def test_nothing_is_retained_that_nobody_wants(pair: Pair) -> None:
+    before = await pair.values(pair.d.url, "kvtune_retentions_total")
+    _, d = await pair.turn(text("unwanted", 200), kvtune={"v": 1, "retain_s": 0})
+    assert d["kv_transfer_params"] is None
+    await asyncio.sleep(1.0)
+    assert await pair.values(pair.d.url, "kvtune_retentions_total") == before
+
+
+async def test_a_read_of_a_reference_to_nowhere_is_recomputed(pair: Pair) -> None:
+    prompt = text("nowhere", 300)
+    _, d = await pair.turn(prompt)
+    lost = {**d["kv_transfer_params"], "remote_engine_id": "nobody", "remote_port": free_port()}
+    p, _ = await pair.turn(prompt + " go on", lost)
+    assert report(p) == ("recompute", "read_failed", 0)
+    await floor(pair)
+
+
+# --- through the router ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("api", ["chat", "completions"])
+async def test_three_turns_through_the_router(pair: Pair, api: str, stream: bool) -> None:
+    client = pair.client()
+    outcomes, content = [], text(f"{api} {stream}", 300)
+    messages = [{"role": "user", "content": content}]
+    for _ in range(3):
+        if api == "chat":
+            raw = await client.chat.completions.with_raw_response.create(
+                model="tiny", messages=messages, max_tokens=16, stream=stream, temperature=0  # type: ignore[arg-type]
+            )  # fmt: skip
+        else:
+            raw = await client.completions.with_raw_response.create(
+                model="tiny", prompt=content, max_tokens=16, stream=stream, temperature=0
+            )
+        outcomes.append(raw.headers["x-kvtune-outcome"])
+        answer: Any = raw.parse()
+        if stream:
+            said = ""
+            async for chunk in answer:
+                assert "kv_transfer_params" not in (chunk.model_extra or {})
+                for choice in chunk.choices:
+                    said += (choice.delta.content if api == "chat" else choice.text) or ""
+        else:
+            assert "kv_transfer_params" not in (answer.model_extra or {})
+            said = answer.choices[0].message.content if api == "chat" else answer.choices[0].text
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
+        content += said + " go on"
+    assert outcomes == ["first", "hit", "hit"]
+
+
+async def test_sixteen_conversations_at_once(pair: Pair) -> None:
+    client = pair.client()
+
+    async def converse(number: int) -> list[str]:
+        messages = [{"role": "user", "content": text(f"many {number}", 200)}]
+        outcomes = []
+        for _ in range(2):
+            raw = await client.chat.completions.with_raw_response.create(
+                model="tiny", messages=messages, max_tokens=8, temperature=0,  # type: ignore[arg-type]
+                extra_headers={"X-Session-ID": f"many-{number}"},
+            )  # fmt: skip
+            outcomes.append(raw.headers["x-kvtune-outcome"])
+            messages += [
+                {"role": "assistant", "content": raw.parse().choices[0].message.content or ""},
+                {"role": "user", "content": "go on"},
+            ]
+        return outcomes
+
+    found = await asyncio.gather(*(converse(number) for number in range(16)))
+    assert all(outcomes == ["first", "hit"] for outcomes in found), found
+    assert await pair.values(pair.d.url, "kvtune_kv_late_notifications_total") == 0
+
+
+async def test_a_client_that_leaves_mid_stream_leaves_nothing_behind(pair: Pair) -> None:
+    client = pair.client()
+    stream = await client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": text("leaves", 200)}], max_tokens=2000, stream=True,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    async for _ in stream:
+        break
+    await stream.close()
+    await pair.settles(pair.d.url, "vllm:num_requests_running", 0.0)
+    await floor(pair)
+
+
+async def test_a_stop_string_ends_without_a_reference_and_is_booked(pair: Pair) -> None:
+    client = pair.client()
+    messages = [{"role": "user", "content": text("stops", 200)}]
+    headers = {"X-Session-ID": "stops"}
+    for wanted in ("first", "absent"):
+        raw = await client.chat.completions.with_raw_response.create(
+            model="tiny", messages=messages, max_tokens=64, stop=["e", "a", "i", "o"], temperature=0,  # type: ignore[arg-type]
+            extra_headers=headers, extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        assert raw.headers["x-kvtune-outcome"] == wanted
+        assert raw.parse().choices[0].finish_reason == "stop"
+
+
+async def test_a_restarted_router_knows_nothing_and_serves_all_the_same(pair: Pair) -> None:
+    await pair.router.stop()
+    pair.router = await pair.start_router()
+    client = pair.client()
+    raw = await client.chat.completions.with_raw_response.create(
+        model="tiny", messages=[{"role": "user", "content": text("again", 100)}], max_tokens=8,
+        extra_headers={"X-Session-ID": "many-1"},
+    )  # fmt: skip
+    assert raw.headers["x-kvtune-outcome"] == "first"
+
+
+async def test_stock_log_lines_and_series_still_work(pair: Pair) -> None:
+    assert await pair.values(pair.p.url, "vllm:nixl_xfer_time_seconds_count") >= 4
+    assert await pair.values(pair.d.url, "vllm:nixl_xfer_time_seconds_count") >= 4
+    deadline = time.monotonic() + 25
+    while "KV Transfer metrics: Num successful transfers=" not in pair.p.log.read_text(errors="replace"):
+        assert time.monotonic() < deadline, "no KV Transfer metrics line"
+        await asyncio.sleep(1.0)
+
+
+async def test_the_books_of_both_sides_agree(pair: Pair) -> None:
+    reads = await pair.values(pair.p.url, "kvtune_kv_reads_total", direction="d2p")
+    assert reads == await pair.values(pair.p.url, "kvtune_decisions_total", decision="fetch")
+    await pair.settles(pair.d.url, "kvtune_retentions_ended_total", reads, end="read")
+    started = await pair.values(pair.d.url, "kvtune_retentions_total")
+    ended = await pair.values(pair.d.url, "kvtune_retentions_ended_total")
+    assert started == ended + await pair.values(pair.d.url, "kvtune_retained_requests")
+
+
+async def test_decode_that_is_killed_and_comes_back(pair: Pair) -> None:
+    client = pair.client()
+    messages = [{"role": "user", "content": text("killed", 300)}]
+    headers = {"X-Session-ID": "killed"}
+
+    async def turn() -> str:
+        raw = await client.chat.completions.with_raw_response.create(
+            model="tiny", messages=messages, max_tokens=8, temperature=0, extra_headers=headers  # type: ignore[arg-type]
+        )  # fmt: skip
+        messages.append({"role": "assistant", "content": raw.parse().choices[0].message.content or ""})
+        messages.append({"role": "user", "content": "go on"})
+        return str(raw.headers["x-kvtune-outcome"])
+
+    assert [await turn(), await turn()] == ["first", "hit"]
+    config = pair.d.config
+    await pair.d.kill()
+    pair.d = await VllmServer.spawn(config, pair.work / "decode-again.log")
+    pair.stack.push_async_callback(pair.d.stop)
+    await pair.d.ready()
+    for _ in range(100):
+        async with pair.session.get(pair.url("ready") + "/ready") as answer:
+            if answer.status == 200:
+                break
+        await asyncio.sleep(0.1)
+    assert await turn() in ("engine_gone", "read_failed")
+    assert await turn() == "hit"
+    await floor(pair)
