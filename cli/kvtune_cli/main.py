@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -45,14 +46,17 @@ def _register() -> None:
     app.add_typer(benchmarks, name="bench")
 
 
-_register()
-
-
 def run() -> None:
     """Entry point of the `kvtune` script. No traceback reaches a user."""
+    for name in ("KVTUNE_ROUTER_PORT", "KVTUNE_ROUTER_METRICS_PORT"):
+        # Kubernetes sets this for a Service of that name; it is an address, not our setting.
+        if os.environ.get(name, "").startswith("tcp://"):
+            del os.environ[name]
     try:
+        _register()
         app()
     except KeyboardInterrupt:
+        print("kvtune: interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         # The reader of a pipe went away: nothing to say, and nobody to say it to.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,8 +11,13 @@ import typer
 _ENV = "KVTUNE_ROUTER_"
 
 
+_known: set[str] = set()
+
+
 def _option(flag: str, help: str, **more: Any) -> Any:
-    return typer.Option(flag, help=help, envvar=_ENV + flag.split("/")[0].lstrip("-").upper().replace("-", "_"), **more)
+    variable = _ENV + flag.split("/")[0].lstrip("-").upper().replace("-", "_")
+    _known.add(variable)
+    return typer.Option(flag, help=help, envvar=variable, **more)
 
 
 def router(
@@ -31,8 +37,11 @@ def router(
         bool | None,
         _option(
             "--accept-unverified/--require-verified",
-            "hand KV references to prefill engines that cannot prove them right (stock vLLM) [no]",
+            "let prefill engines without proof (stock vLLM) read KV: a rewritten history is answered wrongly [no]",
         ),
+    ] = None,
+    identity_key: Annotated[
+        str | None, _option("--identity-key", "secret that keys the hashes of ids; shared by replicas [random]")
     ] = None,
     holdout: Annotated[
         float | None, _option("--holdout", "share (0..1) of conversations served without reuse, to compare [0]")
@@ -56,9 +65,17 @@ def router(
 
     Clients use it as any OpenAI endpoint: /v1/chat/completions, /v1/completions, /v1/models. Metrics are on a port of
     their own. Spans leave by OTLP when the OTEL_* variables say where to. Stops on SIGTERM after finishing the turns in
-    flight. Each flag is also an environment variable, KVTUNE_ROUTER_<FLAG>.
+    flight. Each flag is also an environment variable, KVTUNE_ROUTER_<FLAG> (lists separated by spaces), and a key
+    of the --config file (with - or _); flags win over the environment, and that over the file.
     """
-    given = {name: value for name, value in locals().items() if name != "config" and value not in (None, [])}
+    unknown = sorted(
+        name
+        for name in os.environ
+        if name.startswith(_ENV) and name not in _known and not name.endswith(("_SERVICE_HOST", "_SERVICE_PORT"))
+    )
+    given = {
+        name: value for name, value in locals().items() if name not in ("config", "unknown") and value not in (None, [])
+    }
     from kvtune_cli.errors import fail
     from kvtune_cli.loop import run_loop
     from kvtune_router.config import ConfigError, load_config
@@ -67,6 +84,8 @@ def router(
     from kvtune_telemetry.logs import setup_logging
     from kvtune_telemetry.tracing import TracingError
 
+    for name in unknown:
+        typer.echo(f"kvtune: environment variable {name} is not a setting; ignored", err=True)
     for name in ("prefill", "decode"):
         if name in given:
             given[name] = tuple(given[name])

@@ -66,7 +66,8 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.decoder_kv_blocks_ttl: float
         self.settings = settings
-        self.incarnation = uuid.uuid4().hex
+        # The engine id may be configured and survive a restart; with data parallelism it names the rank.
+        self.incarnation = f"{engine_id}:{uuid.uuid4().hex}"
         self._prefills: dict[str, _Prefill] = {}
         self._pulls: dict[str, _Pull] = {}
         self._ledger = RetentionLedger()

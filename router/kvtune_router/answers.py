@@ -12,6 +12,9 @@ from kvtune_connector.wire import PARAMS
 _FIELD = PARAMS.encode()
 _KEY = b'"' + _FIELD + b'"'
 _DECODER = json.JSONDecoder()
+_ESCAPE = b"\\u"
+"""A key may be written with escapes; documents without any need no look."""
+_ERROR_EVENTS = (b'data: {"error"', b'data:{"error"')
 _SPACE = b" \t\r\n"
 MAX_LINE_BYTES = 16 * 1024 * 1024
 """A stream line longer than this is no server-sent event of a language model."""
@@ -27,7 +30,7 @@ def strip_document(document: bytes) -> tuple[bytes, dict[str, Any] | None]:
     Bytes outside the field stay as they are. The cut is checked by parsing both: text inside strings or nested objects
     that merely looks like the field is left alone. Raises AnswerError if `document` is not JSON.
     """
-    if _FIELD not in document:
+    if _FIELD not in document and _ESCAPE not in document:
         return document, None
     try:
         whole = orjson.loads(document)
@@ -91,6 +94,8 @@ class StreamStripper:
         self._rest = b""
         self.params: dict[str, Any] | None = None
         self.done = False
+        self.error = False
+        """Whether the engine reported an error as an event."""
 
     def feed(self, data: bytes) -> bytes:
         """What may be sent on now. Raises AnswerError for a line without end."""
@@ -103,17 +108,20 @@ class StreamStripper:
         lines, self._rest = self._rest + data[:end], data[end:]
         if b"[DONE]" in lines and any(line.strip() == b"data: [DONE]" for line in lines.splitlines()):
             self.done = True
-        if _FIELD not in lines:
+        if b'{"error"' in lines and any(line.startswith(_ERROR_EVENTS) for line in lines.splitlines()):
+            self.error = True
+        if _FIELD not in lines and _ESCAPE not in lines:
             return lines
         return b"".join(self._strip_line(line) for line in lines.splitlines(keepends=True))
 
     def close(self) -> bytes:
         """What is left after the engine's last byte."""
         rest, self._rest = self._rest, b""
-        return self._strip_line(rest) if _FIELD in rest else rest
+        self.done = self.done or rest.strip() == b"data: [DONE]"
+        return self._strip_line(rest)
 
     def _strip_line(self, line: bytes) -> bytes:
-        if _FIELD not in line or not line.startswith(b"data:"):
+        if (_FIELD not in line and _ESCAPE not in line) or not line.startswith(b"data:"):
             return line
         payload = line[5:].rstrip(b"\r\n")
         ending = line[5 + len(payload) :]
@@ -121,7 +129,7 @@ class StreamStripper:
             stripped, params = strip_document(payload.lstrip(b" "))
         except AnswerError:
             # Not an event of ours; a broken line that mentions the field must not reach the client.
-            return b":" + ending
+            return b":" + ending if _FIELD in line else line
         if params is not None:
             self.params = params
         lead = payload[: len(payload) - len(payload.lstrip(b" "))]

@@ -37,6 +37,8 @@ class RouterConfig:
     accept_unverified: bool = False
     """Hand references to prefill engines that cannot prove them equal to the prompt (stock vLLM). Rewritten histories
     then get wrong answers without any error."""
+    identity_key: str | None = None
+    """Keys the hashes of conversation ids; None: a random one. Routers that must agree on ids share it."""
     holdout: float = 0.0
     """Share (0 to 1) of conversations served without reuse, to measure what reuse is worth."""
     max_conversations: int = 200_000

@@ -16,6 +16,11 @@ from kvtune_router.identity import Identifier, Identity, Mark
 from kvtune_telemetry import events
 from kvtune_telemetry.vocabulary import Outcome, ReferenceEnd
 
+_MAX_FILED = 8
+"""Conversations kept under one mark."""
+_MAX_LOOKS = 64
+"""Candidates looked at for one request."""
+
 Emit = Callable[[events.RouterEvent], None]
 
 
@@ -41,6 +46,8 @@ class Conversation:
 
     key: bytes
     reference: Reference | None = None
+    sequence: int = 0
+    """Which reference that is, among all received."""
     leased: bool = False
     missing: Outcome = Outcome.ABSENT
     """Why there is no reference, when there is none."""
@@ -114,8 +121,8 @@ class ConversationStore:
         self._max = max_conversations
         self._horizon_s = horizon_s
         self._conversations: OrderedDict[bytes, Conversation] = OrderedDict()
-        self._filed: dict[bytes, tuple[bytes, Mark]] = {}
-        self._deadlines: list[tuple[float, int, bytes, Reference]] = []
+        self._filed: dict[bytes, list[tuple[bytes, Mark]]] = {}
+        self._deadlines: list[tuple[float, int, bytes]] = []
         self._sequence = 0
 
     def __len__(self) -> int:
@@ -133,10 +140,8 @@ class ConversationStore:
         if conversation is None:
             conversation = self._create(identity)
             conversation.in_flight += 1
-            self._file(conversation, identity)
             return Arrival(conversation, False, Outcome.FIRST, None, None)
         self._conversations.move_to_end(conversation.key)
-        self._file(conversation, identity)
         conversation.in_flight += 1
         followup = conversation.ended_s is not None
         if conversation.awaiting and conversation.ended_s is not None:
@@ -163,14 +168,16 @@ class ConversationStore:
     def _find(self, identity: Identity) -> Conversation | None:
         if identity.key is not None:
             return self._conversations.get(identity.key)
+        known: dict[int, bytes] = {}
+        looked = 0
         for mark in identity.earlier:
-            filed = self._filed.get(mark.hash)
-            if filed is None:
-                continue
-            key, whole = filed
-            conversation = self._conversations.get(key)
-            if conversation is not None and self._identifier.continues(identity, whole):
-                return conversation
+            for key, whole in reversed(self._filed.get(mark.hash, ())):
+                conversation = self._conversations.get(key)
+                if conversation is not None and self._identifier.continues(identity, whole, known):
+                    return conversation
+                looked += 1
+                if looked >= _MAX_LOOKS:
+                    return None
         return None
 
     def _create(self, identity: Identity) -> Conversation:
@@ -191,14 +198,24 @@ class ConversationStore:
         return conversation
 
     def _file(self, conversation: Conversation, identity: Identity) -> None:
+        """File an answered request, so that its continuation finds the conversation. Histories that share a beginning
+        share a mark; each mark keeps the latest few."""
         if identity.index is None or identity.own is None:
             return
-        if conversation.filed_under is not None and conversation.filed_under != identity.index:
-            filed = self._filed.get(conversation.filed_under)
-            if filed is not None and filed[0] == conversation.key:
-                del self._filed[conversation.filed_under]
+        self._unfile(conversation)
         conversation.filed_under = identity.index
-        self._filed[identity.index] = (conversation.key, identity.own)
+        here = self._filed.setdefault(identity.index, [])
+        here.append((conversation.key, identity.own))
+        del here[:-_MAX_FILED]
+
+    def _unfile(self, conversation: Conversation) -> None:
+        mark, conversation.filed_under = conversation.filed_under, None
+        here = self._filed.get(mark) if mark is not None else None
+        if mark is None or here is None:
+            return
+        here[:] = [entry for entry in here if entry[0] != conversation.key]
+        if not here:
+            del self._filed[mark]
 
     # --- end of a turn ----------------------------------------------------------------------------------------------
 
@@ -211,6 +228,7 @@ class ConversationStore:
         conversation: Conversation,
         now_s: float,
         *,
+        identity: Identity,
         decode: str,
         reference: Reference | None,
         tokens: int,
@@ -224,6 +242,7 @@ class ConversationStore:
                 self._emit(events.ReferenceEnded(ReferenceEnd.EVICTED))
             return
         self._conversations.move_to_end(conversation.key)
+        self._file(conversation, identity)
         conversation.ended_s, conversation.tokens, conversation.decode = now_s, tokens, decode
         conversation.awaiting = retained
         if retained:
@@ -237,7 +256,16 @@ class ConversationStore:
             self._emit(events.ReferenceEnded(ReferenceEnd.SUPERSEDED))
         conversation.reference, conversation.leased = reference, False
         self._sequence += 1
-        heapq.heappush(self._deadlines, (reference.usable_until_s, self._sequence, conversation.key, reference))
+        conversation.sequence = self._sequence
+        # Without the reference itself: it is large, and may be spent long before its deadline.
+        heapq.heappush(self._deadlines, (reference.usable_until_s, self._sequence, conversation.key))
+        if len(self._deadlines) > 64 and len(self._deadlines) > 4 * len(self._conversations):
+            self._deadlines = [
+                entry
+                for entry in self._deadlines
+                if (found := self._conversations.get(entry[2])) is not None and found.sequence == entry[1]
+            ]
+            heapq.heapify(self._deadlines)
 
     def resolve_lease(self, conversation: Conversation, reference: Reference, how: ReferenceEnd | None) -> None:
         """End a lease: `how` the reference was spent, or None to put it back. Called by `Lease`."""
@@ -265,10 +293,7 @@ class ConversationStore:
 
     def _forget(self, conversation: Conversation, end: ReferenceEnd) -> None:
         del self._conversations[conversation.key]
-        filed = self._filed.get(conversation.filed_under) if conversation.filed_under is not None else None
-        if filed is not None and filed[0] == conversation.key:
-            assert conversation.filed_under is not None
-            del self._filed[conversation.filed_under]
+        self._unfile(conversation)
         if conversation.reference is not None and not conversation.leased:
             self._emit(events.ReferenceEnded(end))
             conversation.reference = None
@@ -277,9 +302,11 @@ class ConversationStore:
     def sweep(self, now_s: float) -> None:
         """Let go of what can no longer be used: lapsed references, and conversations that did not return."""
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, _, key, reference = heapq.heappop(self._deadlines)
+            _, sequence, key = heapq.heappop(self._deadlines)
             conversation = self._conversations.get(key)
-            if conversation is not None and conversation.reference is reference and not conversation.leased:
+            if conversation is None or conversation.sequence != sequence or conversation.leased:
+                continue
+            if conversation.reference is not None:
                 self._drop(conversation, ReferenceEnd.EXPIRED, Outcome.EXPIRED)
         for conversation in list(self._stale(now_s)):
             self._forget(conversation, ReferenceEnd.EXPIRED)

@@ -16,6 +16,10 @@ import orjson
 ID_HEADERS = ("x-session-id", "x-conversation-id")
 ID_FIELDS = ("conversation_id", "session_id")
 MAX_ID_LENGTH = 512
+MAX_MESSAGES = 4096
+MAX_TEXT = 8 * 1024 * 1024
+"""Histories beyond these (messages, characters) are known by an explicit id or not at all: hashing them would hold up
+everybody else."""
 _FINE_STEP, _COARSE_STEP = 64, 1024
 """Prompt text is hashed at every 64 bytes up to 1 KiB, then at every KiB."""
 _DIGEST = 16
@@ -64,18 +68,20 @@ class Identifier:
 
     def identify(self, headers: Mapping[str, str], body: Mapping[str, Any]) -> Identity | None:
         """The request's identity; None when nothing names its conversation. Raises IdentityError."""
-        tenant = self._hash(b"tenant", headers.get("Authorization", "").encode())
+        tenant = self._hash(b"tenant", headers.get("Authorization", "").encode("utf-8", "surrogateescape"))
         explicit = _explicit_id(headers, body)
         if explicit is not None:
             return Identity(self._hash(b"id", tenant, explicit.encode("utf-8", "surrogatepass")))
         model = str(body.get("model", "")).encode("utf-8", "surrogatepass")
         messages = body.get("messages")
         if isinstance(messages, list) and messages:
+            if len(messages) > MAX_MESSAGES or not all(isinstance(message, dict) for message in messages):
+                return None
             return self._from_messages(self._hash(b"chat", tenant, model), messages)
         prompt = body.get("prompt")
-        if isinstance(prompt, str):
+        if isinstance(prompt, str) and len(prompt) <= MAX_TEXT:
             text = prompt.encode("utf-8", "surrogatepass")
-        elif isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        elif isinstance(prompt, list) and 0 < len(prompt) <= MAX_TEXT // 4 and type(prompt[0]) is int:
             text = orjson.dumps(prompt)[:-1] + b","
         else:
             return None
@@ -84,7 +90,10 @@ class Identifier:
     def _from_messages(self, link: bytes, messages: Sequence[Any]) -> Identity:
         marks: list[Mark] = []
         for reach, message in enumerate(messages, 1):
-            link = self._hash(link, orjson.dumps(message, option=orjson.OPT_SORT_KEYS))
+            try:
+                link = self._hash(link, orjson.dumps(message, option=orjson.OPT_SORT_KEYS))
+            except TypeError:
+                raise IdentityError("the messages are nested too deeply") from None
             marks.append(Mark(link, reach))
         own = marks[-1]
         # A continuation repeats an earlier request and goes on with the answer it got; anything else that shares a
@@ -109,11 +118,17 @@ class Identifier:
         """The hash of a whole prompt, to compare an earlier turn's with."""
         return self._hash(b"whole", text)
 
-    def continues(self, identity: Identity, earlier: Mark) -> bool:
-        """Whether the request is a continuation of the earlier whole that `earlier` describes."""
+    def continues(self, identity: Identity, earlier: Mark, known: dict[int, bytes] | None = None) -> bool:
+        """Whether the request is a continuation of the earlier whole that `earlier` describes. `known` saves hashes of
+        the request's beginnings between calls."""
         if identity.prompt is None:
             return True
-        return earlier.reach < len(identity.prompt) and self.whole(identity.prompt[: earlier.reach]) == earlier.hash
+        if earlier.reach >= len(identity.prompt):
+            return False
+        known = {} if known is None else known
+        if earlier.reach not in known:
+            known[earlier.reach] = self.whole(identity.prompt[: earlier.reach])
+        return known[earlier.reach] == earlier.hash
 
 
 def _role(message: object) -> object:

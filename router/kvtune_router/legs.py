@@ -25,10 +25,12 @@ class Fault(Enum):
 class LegFault(Exception):
     """A leg without a usable answer."""
 
-    def __init__(self, fault: Fault, engine: Engine, detail: str) -> None:
+    def __init__(self, fault: Fault, engine: Engine, detail: str, refusal: Prefilled | None = None) -> None:
         super().__init__(f"{engine.role.value} engine {engine.label}: {detail}")
         self.fault = fault
         self.engine = engine
+        self.refusal = refusal
+        """What the engine answered, where it answered with an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ async def prefill(
     """Send P's leg and read its answer. Raises LegFault."""
     engine.in_flight += 1
     try:
-        async with session.post(engine.url + path, data=body, headers=headers) as answer:
+        async with session.post(engine.url + path, data=body, headers=headers, allow_redirects=False) as answer:
             raw = await answer.read()
             params = None
             if answer.status < 400:

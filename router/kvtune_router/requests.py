@@ -53,10 +53,20 @@ def parse_turn(raw: bytes) -> TurnRequest:
         stream = False
     if not isinstance(stream, bool):
         raise RequestError(400, "'stream' must be true or false", code="invalid_stream")
-    forged = PARAMS in body
-    body.pop(PARAMS, None)
+    forged = _drop_forged(body)
     model = body.get("model")
     return TurnRequest(body, stream, forged, _splittable(body), model if isinstance(model, str) else None)
+
+
+def _drop_forged(body: dict[str, Any]) -> bool:
+    """Remove what would reach the engine as `kv_transfer_params`: the field, and vLLM's way round it."""
+    forged = body.pop(PARAMS, None) is not None
+    for field in ("vllm_xargs", "extra_args"):
+        extra = body.get(field)
+        if isinstance(extra, dict) and PARAMS in extra:
+            body[field] = {key: value for key, value in extra.items() if key != PARAMS}
+            forged = True
+    return forged
 
 
 def without_ids(body: dict[str, Any]) -> dict[str, Any]:
@@ -85,14 +95,22 @@ def prefill_body(body: dict[str, Any], reference: dict[str, Any] | None) -> byte
     leg[PARAMS] = (
         dict(FIRST_TURN) if reference is None else {**reference, "do_remote_decode": True, "do_remote_prefill": False}
     )
-    return orjson.dumps(leg)
+    return dumped(leg)
+
+
+def dumped(body: dict[str, Any]) -> bytes:
+    """The JSON of a leg; raises RequestError (400) for one nested too deeply to write again."""
+    try:
+        return orjson.dumps(body)
+    except TypeError:
+        raise RequestError(400, "the request body is nested too deeply", code="invalid_json") from None
 
 
 def decode_body(body: dict[str, Any], handover: dict[str, Any] | None, *, retain_s: float | None = None) -> bytes:
     """D's leg: the request as it came, with P's hand-over; `retain_s` asks D to keep the KV so long (0: not at all)."""
     if handover is None:
-        return orjson.dumps(body)
+        return dumped(body)
     params = {name: value for name, value in handover.items() if name != KEY}
     if retain_s is not None:
         params[KEY] = request_extras(retain_s=retain_s)
-    return orjson.dumps({**body, PARAMS: params})
+    return dumped({**body, PARAMS: params})

@@ -2,7 +2,7 @@
 
 The client already has the beginning. The second engine answers from the start; as long as its text repeats what was
 delivered it is held back, and what goes beyond is sent on. So the whole is exactly the second engine's answer, or it
-ends: where the two differ (sampling without a seed) nothing is made up.
+ends: where the two differ (sampling without a seed), or cannot be compared, nothing is made up.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from typing import Any
 
 import orjson
 
-_TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "text")
+_TEXT = ("content", "reasoning_content", "reasoning", "text")
+_PLAIN = (*_TEXT, "role", "index", "finish_reason", "stop_reason", "delta")
+"""Fields of a choice or its delta that are understood; any other with something in it cannot be compared."""
 
 
 class Diverged(Exception):
@@ -33,21 +35,26 @@ def _payload(line: bytes) -> dict[str, Any] | None:
     return event
 
 
-def _pieces(event: dict[str, Any]) -> list[tuple[tuple[int, str], dict[str, Any]]]:
-    """((choice index, field), the object that holds the field) for every text in an event."""
+def _choices(event: dict[str, Any]) -> list[tuple[int, dict[str, Any], dict[str, Any]]]:
+    """(index, choice, where its text is) of every choice; raises Diverged for what is not understood."""
     found = []
-    choices = event.get("choices")
-    for choice in choices if isinstance(choices, list) else ():
-        if not isinstance(choice, dict):
+    choices = event.get("choices") or []
+    if not isinstance(choices, list):
+        raise Diverged
+    for choice in choices:
+        delta = choice.get("delta") if isinstance(choice, dict) else None
+        holder = choice if delta is None else delta
+        if not isinstance(choice, dict) or not isinstance(holder, dict):
             raise Diverged
-        holder = choice.get("delta", choice)
-        if not isinstance(holder, dict) or holder.get("tool_calls"):
+        index = choice.get("index", 0)
+        if type(index) is not int:
             raise Diverged
-        found += [
-            ((int(choice.get("index", 0)), field), holder)
-            for field in _TEXT_FIELDS
-            if isinstance(holder.get(field), str) and holder[field]
-        ]
+        for part in (choice, holder):
+            if any(value and key not in _PLAIN for key, value in part.items()):
+                raise Diverged
+        if any(not isinstance(holder.get(name) or "", str) for name in _TEXT):
+            raise Diverged
+        found.append((index, choice, holder))
     return found
 
 
@@ -55,61 +62,87 @@ class Resumer:
     """Holds back what `delivered` (bytes of a broken event stream, whole lines) already said."""
 
     def __init__(self, delivered: bytes) -> None:
-        """Raises Diverged when the delivered part cannot be compared (tool calls, no plain events)."""
+        """Raises Diverged when the delivered part cannot be compared (tool calls, log-probabilities, no events)."""
         self._owed: dict[tuple[int, str], str] = {}
-        self._finished = False
+        self._roles: set[int] = set()
+        self._finished: set[int] = set()
+        self._usage = False
+        self._dropped = False
         for line in delivered.splitlines():
             event = _payload(line)
             if event is None:
                 continue
-            for place, holder in _pieces(event):
-                self._owed[place] = self._owed.get(place, "") + holder[place[1]]
-            self._finished |= any(choice.get("finish_reason") for choice in event.get("choices") or ())
-        self._holding = False
+            self._usage |= bool(event.get("usage")) and not event.get("choices")
+            for index, choice, holder in _choices(event):
+                for name in _TEXT:
+                    if holder.get(name):
+                        self._owed[index, name] = self._owed.get((index, name), "") + holder[name]
+                if holder.get("role"):
+                    self._roles.add(index)
+                if choice.get("finish_reason"):
+                    self._finished.add(index)
 
     def feed(self, lines: bytes) -> bytes:
         """What of the second engine's whole `lines` goes on to the client. Raises Diverged."""
-        if not self._owed and not self._holding:
-            return lines
-        out = []
-        for line in lines.splitlines(keepends=True):
-            if self._owed or (self._holding and not line.strip()):
-                out.append(self._hold(line))
-            else:
-                self._holding = False
-                out.append(line)
-        return b"".join(out)
+        return b"".join(self._line(line) for line in lines.splitlines(keepends=True))
 
-    def _hold(self, line: bytes) -> bytes:
+    def _settled(self) -> bool:
+        return not (self._owed or self._roles or self._finished or self._usage)
+
+    def _line(self, line: bytes) -> bytes:
         if not line.strip():
-            return b""
+            # The blank line after an event goes the way of the event.
+            dropped, self._dropped = self._dropped, False
+            return b"" if dropped else line
+        if self._settled():
+            return line
         event = _payload(line)
-        self._holding = True
         if event is None:
-            if line.startswith(b"data:"):
+            if line.startswith(b"data:") and (self._owed or self._finished):
                 raise Diverged  # the second answer is over, and shorter
-            return b""
-        ends = any(choice.get("finish_reason") for choice in event.get("choices") or () if isinstance(choice, dict))
-        beyond = False
-        for place, holder in _pieces(event):
-            owed, text = self._owed.get(place, ""), holder[place[1]]
-            if len(text) <= len(owed):
-                if not owed.startswith(text):
+            return line
+        return self._event(line, event)
+
+    def _event(self, line: bytes, event: dict[str, Any]) -> bytes:
+        choices = _choices(event)
+        new = changed = False
+        for index, choice, holder in choices:
+            for name in _TEXT:
+                text, owed = holder.get(name) or "", self._owed.get((index, name), "")
+                if not text or not owed:
+                    new |= bool(text)
+                    continue
+                if owed.startswith(text):
+                    self._settle((index, name), owed[len(text) :])
+                    holder[name], changed = "", True
+                elif text.startswith(owed):
+                    self._settle((index, name), "")
+                    holder[name], changed, new = text[len(owed) :], True, True
+                else:
                     raise Diverged
-                self._settle(place, owed[len(text) :])
-                holder[place[1]] = ""
-            elif text.startswith(owed):
-                self._settle(place, "")
-                holder[place[1]] = text[len(owed) :]
-                beyond = True
+            if holder.get("role") and index in self._roles:
+                self._roles.discard(index)
+                del holder["role"]
+                changed = True
+            if choice.get("finish_reason"):
+                if any(place[0] == index for place in self._owed):
+                    raise Diverged  # it ends before it has said what was delivered
+                if index in self._finished:
+                    self._finished.discard(index)
+                    choice["finish_reason"], changed = None, True
+                else:
+                    new = True
+        if event.get("usage") and not choices:
+            if self._usage:
+                self._usage, changed = False, True
             else:
-                raise Diverged
-        if ends and self._owed:
-            raise Diverged
-        if beyond or (ends and not self._finished):
-            self._holding = False
-            return b"data: " + orjson.dumps(event) + b"\n\n"
-        return b""
+                new = True
+        if not changed:
+            return line
+        if not new:
+            self._dropped = True
+            return b""
+        return b"data: " + orjson.dumps(event) + b"\n"
 
     def _settle(self, place: tuple[int, str], owed: str) -> None:
         if owed:

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 import aiohttp
 import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from loguru import logger
 from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry
 
@@ -57,11 +58,17 @@ class Router:
         for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR):
             self.registry.register(collector)
         self.recorder = RouterRecorder(self.registry, version=package_version())
+        if config.accept_unverified:
+            logger.warning(
+                "--accept-unverified: KV is read back without proof; a history that was rewritten, re-tokenised or "
+                "stripped of its reasoning gets wrong answers without any error"
+            )
         self.recorder.set_setting("default_ttl_seconds", config.ttl)
         self.recorder.set_setting("margin_seconds", config.margin + config.handover)
         self.recorder.set_setting("holdout_ratio", config.holdout)
         self.fleet = Fleet(config.prefill, config.decode, self.recorder.record)
-        self.identifier = Identifier(secrets.token_bytes(32))
+        key = config.identity_key
+        self.identifier = Identifier(key.encode() if key else secrets.token_bytes(32))
         self.store = ConversationStore(
             self.identifier,
             self.recorder.record,
@@ -138,8 +145,7 @@ class Router:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for runner in reversed(self._runners):
-            await runner.cleanup()
+        await asyncio.gather(*(runner.cleanup() for runner in self._runners))
         self._runners = []
         self.store.close()
         if self._session is not None:
@@ -192,14 +198,18 @@ class Router:
                 RequestError(413, f"the request body is larger than {limit}", code="request_too_large")
             )
         except web.HTTPNotFound:
-            return error_response(RequestError(404, f"no such endpoint: {request.method} {request.path}"))
+            hint = f"; metrics are on port {self.metrics_port}" if request.path == "/metrics" else ""
+            return error_response(RequestError(404, f"no such endpoint: {request.method} {request.path}{hint}"))
         except web.HTTPMethodNotAllowed as error:
             allowed = ", ".join(sorted(error.allowed_methods))
             return error_response(
                 RequestError(405, f"{request.path} takes {allowed}, not {request.method}"), {"Allow": allowed}
             )
-        except (asyncio.CancelledError, ConnectionResetError):
-            raise
+        except ConnectionResetError:
+            # The client left: there is nobody to answer, and nothing to report.
+            raise asyncio.CancelledError from None
+        except (HttpProcessingError, web.RequestPayloadError) as error:
+            return error_response(RequestError(400, f"the request body cannot be read ({type(error).__name__})"))
         except Exception:
             logger.exception("a request failed inside the router")
             return error_response(RequestError(500, "internal error of the router", kind="server_error"))

@@ -19,7 +19,7 @@ import aiohttp
 from aiohttp import web
 
 from kvtune_connector.wire import Report, has_fingerprint, read_incarnation, read_report, read_ttl_s
-from kvtune_router.answers import StreamStripper, strip_document
+from kvtune_router.answers import AnswerError, StreamStripper, strip_document
 from kvtune_router.config import RouterConfig
 from kvtune_router.conversations import Arrival, ConversationStore, Reference
 from kvtune_router.engines import Engine, Fleet
@@ -38,6 +38,7 @@ _RESUMABLE_BYTES = 4 * 1024 * 1024
 """Streams longer than this are not kept for resuming."""
 _SPENT_STATUS = 500
 _MAX_REQUEST_ID = 128
+_MAX_MODEL_NAME = 128
 _BUSY = (429, 503)
 
 _OUTCOME_OF_REASON = {
@@ -189,30 +190,42 @@ class TurnServer:
 
     async def _run(self, turn: _Turn, request: web.Request) -> web.StreamResponse:
         turn.phases[Phase.ROUTE] = self._clock.now() - turn.started_s
+        try:
+            return await self._legs(turn, request)
+        except RequestError as error:
+            if turn.response is None:
+                raise
+            # The answer has begun: there is no status left to send.
+            return await self._break_off(turn, error.message)
+
+    async def _legs(self, turn: _Turn, request: web.Request) -> web.StreamResponse:
         excluded: list[Engine] = []
+        fault: LegFault | None = None
+        alone = False
         handover = await self._prefill(turn)
         while True:
             decode = self._fleet.pick(Role.DECODE, prefer=self._sticky(turn), exclude=excluded)
-            if decode is None:
-                message = "no decode engine is available"
-                if turn.response is not None:
-                    return await self._break_off(turn, message)
-                raise RequestError(503, message, kind="server_error", code="no_decode_engine")
-            turn.decode = decode
-            try:
-                return await self._decode(turn, request, decode, handover)
-            except LegFault as fault:
-                excluded.append(decode)
-                if turn.response is not None and not self._can_resume(turn):
-                    return await self._break_off(turn, str(fault))
-                if self._fleet.pick(Role.DECODE, exclude=excluded) is None:
-                    continue
+            if decode is None and fault is not None and fault.fault is Fault.BROKEN and fault.engine.up and not alone:
+                # The only engine there is: once more, without anything that could have upset it.
+                decode, handover, alone = fault.engine, None, True
+                self._recorder.record(events.TurnRetried("decode_alone"))
+            elif fault is not None and decode is not None:
                 self._recorder.record(events.TurnRetried("resumed" if turn.response is not None else "other_decode"))
                 if fault.fault is Fault.BROKEN:
                     # The dead engine may have read P's hand-over, which is single-use: prefill again.
                     if turn.outcome is Outcome.HIT and turn.response is None:
                         turn.outcome = Outcome.ENGINE_GONE
                     handover = await self._prefill(turn)
+            if decode is None:
+                raise _no_decode(fault)
+            turn.decode = decode
+            try:
+                return await self._decode(turn, request, decode, handover)
+            except LegFault as caught:
+                fault = caught
+                excluded.append(decode)
+                if turn.response is not None and not self._can_resume(turn):
+                    return await self._break_off(turn, str(fault))
 
     def _sticky(self, turn: _Turn) -> str | None:
         return turn.arrival.conversation.decode if turn.arrival is not None else None
@@ -301,15 +314,19 @@ class TurnServer:
         params = answer.params
         if params is None:
             # A prefill engine without a connector: D computes by itself.
+            if handed_over:
+                turn.outcome = Outcome.READ_FAILED
             return None
         incarnation = read_incarnation(params)
         if incarnation is not None:
             self._fleet.saw_incarnation(engine, incarnation)
         report = read_report(params)
         engine.verifies = report is not None
+        if report is None and not engine.told and not self._config.accept_unverified:
+            engine.told = True
+            self._recorder.record(events.EngineProvesNothing(engine.label))
         turn.report = report
-        tokens = params.get("remote_num_tokens")
-        turn.prompt_tokens = tokens if isinstance(tokens, int) else None
+        turn.prompt_tokens = _tokens(params)
         if handed_over:
             turn.outcome = outcome_of(report)
         return params
@@ -324,7 +341,9 @@ class TurnServer:
         begun = self._clock.now()
         engine.in_flight += 1
         try:
-            async with self._session.post(engine.url + turn.path, data=body, headers=headers) as answer:
+            async with self._session.post(
+                engine.url + turn.path, data=body, headers=headers, allow_redirects=False
+            ) as answer:
                 del body
                 head_s = self._clock.now()
                 turn.phases[Phase.HANDOFF] = turn.phases.get(Phase.HANDOFF, 0.0) + head_s - begun
@@ -357,8 +376,9 @@ class TurnServer:
         raw = await answer.read()
         refusal = Prefilled(answer.status, raw, answer.content_type, None)
         others = self._fleet.pick(Role.DECODE, exclude=[engine]) is not None
-        if turn.response is not None or (answer.status >= _SPENT_STATUS and others):
-            raise LegFault(Fault.BROKEN, engine, f"HTTP {answer.status}")
+        busy = answer.status in _BUSY
+        if turn.response is not None or (busy and others) or (answer.status >= _SPENT_STATUS and not busy):
+            raise LegFault(Fault.BROKEN, engine, f"HTTP {answer.status}", refusal)
         raise _Refused(refusal)
 
     # --- the relay --------------------------------------------------------------------------------------------------
@@ -395,13 +415,15 @@ class TurnServer:
     ) -> web.StreamResponse:
         stripper = StreamStripper()
         resumer: Resumer | None = None
-        if turn.response is not None:
-            resumer = Resumer(b"".join(turn.relayed))
-            if not turn.relayed[-1].endswith(b"\n\n"):
-                await self._send(turn, request, answer, b"\n", head_s)
         try:
+            if turn.response is not None:
+                resumer = Resumer(b"".join(turn.relayed))
+                if turn.relayed and not turn.relayed[-1].endswith(b"\n\n"):
+                    await self._send(turn, request, answer, b"\n", head_s)
             async for data in answer.content.iter_any():
                 lines = stripper.feed(data)
+                if stripper.error and turn.response is None:
+                    raise LegFault(Fault.BROKEN, _engine(turn), "answered with an error event")
                 if lines:
                     await self._send(turn, request, answer, resumer.feed(lines) if resumer else lines, head_s)
             lines = stripper.close()
@@ -413,8 +435,11 @@ class TurnServer:
             raise LegFault(Fault.BROKEN, _engine(turn), "the stream ended before [DONE]")
         response = turn.response
         assert response is not None
-        self._lift(turn, stripper.params)
-        turn.answered = True
+        if stripper.error:
+            turn.error = "the engine reported an error in its stream"
+        else:
+            self._lift(turn, stripper.params)
+            turn.answered = True
         try:
             await response.write_eof()
         except (ConnectionResetError, OSError):
@@ -474,8 +499,8 @@ class TurnServer:
         params, decode = turn.lifted, turn.decode
         if params is None or decode is None:
             return None
-        incarnation, tokens = read_incarnation(params), params.get("remote_num_tokens")
-        if incarnation is None or not isinstance(tokens, int) or not params.get("remote_block_ids"):
+        incarnation, tokens = read_incarnation(params), _tokens(params)
+        if incarnation is None or tokens is None or not params.get("remote_block_ids"):
             return None
         self._fleet.saw_incarnation(decode, incarnation)
         ttl = read_ttl_s(params)
@@ -484,6 +509,12 @@ class TurnServer:
 
     def _finish(self, turn: _Turn) -> None:
         now = self._clock.now()
+        try:
+            self._remember(turn, now)
+        finally:
+            self._record(turn, now)
+
+    def _remember(self, turn: _Turn, now: float) -> None:
         arrival = turn.arrival
         if arrival is not None:
             if arrival.lease is not None and arrival.lease.open:
@@ -493,17 +524,20 @@ class TurnServer:
                 else:
                     arrival.lease.put_back()
             self._store.leave(arrival.conversation)
-            if turn.answered and turn.decode is not None:
+            if turn.answered and turn.decode is not None and turn.identity is not None:
                 reference = self._reference(turn, now)
                 self._store.answered(
                     arrival.conversation,
                     now,
+                    identity=turn.identity,
                     decode=turn.decode.label,
                     reference=reference,
                     tokens=reference.tokens if reference is not None else turn.prompt_tokens or 0,
                     retained=not turn.held_out,
                 )
-        report = turn.report
+
+    def _record(self, turn: _Turn, now: float) -> None:
+        arrival, report = turn.arrival, turn.report
         self._recorder.record(
             events.TurnEnded(
                 outcome=turn.outcome,
@@ -514,7 +548,7 @@ class TurnServer:
                 ttft_s=turn.first_byte_s - turn.started_s if turn.first_byte_s is not None else None,
                 phases=turn.phases,
                 streamed=turn.request.stream,
-                model=turn.request.model,
+                model=turn.request.model[:_MAX_MODEL_NAME] if turn.request.model is not None else None,
                 conversation=arrival.conversation.key.hex()[:16] if arrival is not None else None,
                 prefill=turn.prefill.label if turn.prefill is not None else None,
                 decode=turn.decode.label if turn.decode is not None else None,
@@ -534,6 +568,24 @@ def _request_id(request: web.Request) -> str:
     return given if 0 < len(given) <= _MAX_REQUEST_ID and given.isascii() and given.isprintable() else uuid.uuid4().hex
 
 
+def _tokens(params: dict[str, Any]) -> int | None:
+    """vLLM's `remote_num_tokens`, if it is a number of tokens."""
+    tokens = params.get("remote_num_tokens")
+    return tokens if type(tokens) is int and 0 <= tokens < 2**31 else None
+
+
+def _no_decode(fault: LegFault | None) -> RequestError:
+    if fault is None:
+        return RequestError(503, "no decode engine is available", kind="server_error", code="no_decode_engine")
+    if fault.refusal is not None:
+        return _Refused(fault.refusal)
+    if fault.fault is Fault.NOT_SENT:
+        return RequestError(
+            503, f"no decode engine is available: {fault}", kind="server_error", code="no_decode_engine"
+        )
+    return RequestError(502, f"the decode leg failed: {fault}", kind="server_error", code="decode_failed")
+
+
 def _engine(turn: _Turn) -> Engine:
     assert turn.decode is not None
     return turn.decode
@@ -548,7 +600,10 @@ class _Refused(RequestError):
         self.content_type = answer.content_type
 
     def body(self) -> bytes:
-        return self.answer.body
+        try:
+            return strip_document(self.answer.body)[0]
+        except AnswerError:
+            return self.answer.body
 
 
 class _ClientGone(ConnectionResetError):

@@ -132,6 +132,15 @@ class EngineState:
     engine: str
     role: Role
     up: bool
+    why: str = ""
+    """What the probe met, when it is down."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProvesNothing:
+    """A prefill engine answered without saying what it decided: it cannot prove what it reads."""
+
+    engine: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +165,7 @@ RouterEvent = (
     | HttpAnswered
     | LegEnded
     | EngineState
+    | EngineProvesNothing
     | EngineRestarted
 )
 

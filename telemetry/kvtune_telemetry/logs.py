@@ -84,4 +84,9 @@ class _Intercept(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         level: str | int = record.levelname if record.levelname in LEVELS else record.levelno
-        logger.opt(exception=record.exc_info).log(level, record.getMessage())
+        if record.name.startswith("aiohttp"):
+            # Its messages quote the bytes it could not parse: headers with keys, prompts.
+            kind = record.exc_info[0] if record.exc_info else None
+            logger.log(level, "{}: {}", record.name, kind.__name__ if kind else "see the status of the answer")
+            return
+        logger.opt(exception=record.exc_info).log(level, "{}", record.getMessage())

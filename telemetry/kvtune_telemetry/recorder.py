@@ -43,6 +43,7 @@ class RouterRecorder:
             events.HttpAnswered: self._http,
             events.LegEnded: self._leg,
             events.EngineState: self._engine_state,
+            events.EngineProvesNothing: self._engine_proves_nothing,
             events.EngineRestarted: self._engine_restarted,
         }
 
@@ -130,7 +131,14 @@ class RouterRecorder:
         if event.up:
             logger.info("{} engine {} is up", event.role.value, event.engine)
         else:
-            logger.warning("{} engine {} is down", event.role.value, event.engine)
+            logger.warning("{} engine {} is down ({})", event.role.value, event.engine, event.why)
+
+    def _engine_proves_nothing(self, event: events.EngineProvesNothing) -> None:
+        logger.warning(
+            "prefill engine {} cannot prove what it reads (no kvtune connector): no reference is handed to it, and "
+            "turns that could have reused KV are booked as unverified",
+            event.engine,
+        )
 
     def _engine_restarted(self, event: events.EngineRestarted) -> None:
         self._on.counter("kvtune_engine_restarts_total", event.engine, event.role.value).inc()

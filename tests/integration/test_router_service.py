@@ -468,6 +468,153 @@ async def test_a_client_that_leaves_cancels_both_legs(lab: Any, leg: str) -> Non
     assert lab.value("kvtune_http_responses_total", endpoint="chat", code="499") == 1
 
 
+ERROR_STREAM = b'data: {"error":{"message":"boom","type":"server_error"}}\n\ndata: [DONE]\n\n'
+CHUNK = b'data: {"choices":[{"index":0,"delta":{"content":"ab"}}]}\n\n'
+TOOL = b'data: {"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"{"}}]}}]}\n\n'
+HANDOVER = orjson.dumps({"kv_transfer_params": {"remote_engine_id": "p", "remote_num_tokens": 3}})
+
+
+def breaking(*pieces: bytes) -> Any:
+    """An engine that says so much and then breaks the connection."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    return handle
+
+
+@pytest.mark.parametrize("delivered", [TOOL, b'data: {"choices":5}\n\n', b'data: {"choices":[{"delta":null}]}\n\n'])
+async def test_what_cannot_be_carried_on_ends_with_an_error_event(lab: Any, delivered: bytes) -> None:
+    p = await lab.stub(answer=HANDOVER)
+    one = await lab.stub(handler=breaking(delivered))
+    two = await lab.stub(handler=breaking(CHUNK))
+    await lab.start([p], [one, two])
+    async with lab.session.post(CHAT, json={"messages": opening("a"), "stream": True}) as answer:
+        raw = await answer.read()
+    assert b"HTTP/1.1" not in raw, "no second response inside the first"
+    assert raw.endswith(b"data: [DONE]\n\n") and b'"error"' in raw
+    assert lab.value("kvtune_turns_in_flight") == 0
+
+
+async def test_a_refusal_while_carrying_on_ends_with_an_error_event(lab: Any) -> None:
+    answers = [web.Response(body=HANDOVER, content_type="application/json"), web.Response(status=404, body=b"{}")]
+
+    async def prefill(_: web.Request) -> web.StreamResponse:
+        return answers.pop(0)
+
+    p = await lab.stub(handler=prefill)
+    one, two = await lab.stub(handler=breaking(CHUNK)), await lab.stub(handler=breaking(CHUNK))
+    await lab.start([p], [one, two])
+    async with lab.session.post(CHAT, json={"messages": opening("a"), "stream": True}) as answer:
+        raw = await answer.read()
+    assert raw.startswith(CHUNK) and b"HTTP/1.1" not in raw and raw.endswith(b"data: [DONE]\n\n")
+
+
+async def test_an_engine_that_errs_in_a_stream_is_mended_elsewhere(lab: Any) -> None:
+    p = await lab.stub(answer=HANDOVER)
+    bad = await lab.stub(answer=ERROR_STREAM, content_type="text/event-stream")
+    good = await lab.stub(answer=CHUNK + b"data: [DONE]\n\n", content_type="text/event-stream")
+    await lab.start([p], [bad, good])
+    async with lab.session.post(CHAT, json={"messages": opening("a"), "stream": True}) as answer:
+        assert await answer.read() == CHUNK + b"data: [DONE]\n\n"
+    assert lab.value("kvtune_turn_retries_total", kind="other_decode") == 1
+
+
+@pytest.mark.parametrize("status", [500, 429, 503])
+async def test_a_decode_that_refuses_is_mended_elsewhere(lab: Any, status: int) -> None:
+    p = await lab.stub(answer=HANDOVER)
+    bad, good = await lab.stub(answer=b"{}", status=status), await lab.stub(answer=b'{"a":1}')
+    await lab.start([p], [bad, good])
+    async with lab.session.post(CHAT, json={"messages": opening("a")}) as answer:
+        assert (answer.status, await answer.read()) == (200, b'{"a":1}')
+
+
+async def test_the_only_decode_is_asked_once_more_without_the_hand_over(lab: Any) -> None:
+    async def decode(request: web.Request) -> web.StreamResponse:
+        handed = "kv_transfer_params" in orjson.loads(await request.read())
+        return web.Response(status=500 if handed else 200, body=b'{"a":1}', content_type="application/json")
+
+    p, d = await lab.stub(answer=HANDOVER), await lab.stub(handler=decode)
+    await lab.start([p], [d])
+    async with lab.session.post(CHAT, json={"messages": opening("a")}) as answer:
+        assert (answer.status, await answer.read()) == (200, b'{"a":1}')
+    assert lab.value("kvtune_turn_retries_total", kind="decode_alone") == 1
+
+
+async def test_a_busy_fleet_says_so_in_its_own_words(lab: Any) -> None:
+    p, d = await lab.stub(answer=HANDOVER), await lab.stub(answer=b'{"error":"busy"}', status=429)
+    await lab.start([p], [d])
+    async with lab.session.post(CHAT, json={"messages": opening("a")}) as answer:
+        assert (answer.status, await answer.read()) == (429, b'{"error":"busy"}')
+
+
+@pytest.mark.parametrize("tokens", [-5, 2.5, True, "9", None, 2**40])
+async def test_bad_numbers_from_an_engine_lose_no_turn(lab: Any, tokens: Any) -> None:
+    answer_d = {"kv_transfer_params": {"remote_engine_id": "d", "remote_block_ids": [[1]], "remote_num_tokens": tokens}}
+    p, d = await lab.stub(answer=HANDOVER), await lab.stub(answer=orjson.dumps(answer_d))
+    await lab.start([p], [d])
+    for _ in range(2):
+        async with lab.session.post(CHAT, json={"messages": []}, headers={"X-Session-ID": "s"}) as answer:
+            assert answer.status == 200
+    assert lab.outcomes() == {"first": 1, "absent": 1}
+    assert lab.value("kvtune_turns_in_flight") == 0
+
+
+async def test_engines_cannot_leak_parameters_to_clients(lab: Any) -> None:
+    refusal = b'{"error":{"message":"no"},"kv_transfer_params":{"remote_host":"10.0.0.1"}}'
+    p, d = await lab.stub(answer=refusal, status=400), await lab.stub()
+    await lab.start([p], [d])
+    async with lab.session.post(CHAT, json={"messages": opening("a")}) as answer:
+        assert (answer.status, await answer.read()) == (400, b'{"error":{"message":"no"}}')
+
+
+@pytest.mark.parametrize("kind", ["ones", "many", "tokens"])
+async def test_no_body_holds_up_the_others(lab: Any, kind: str) -> None:
+    p, d = await lab.stub(answer=b"{}"), await lab.stub(answer=b"{}")
+    await lab.start([p], [d])
+    body = {
+        "ones": {"messages": [1] * 300_000},
+        "many": {"messages": [{"role": "user", "content": "x"}] * 20_000},
+        "tokens": {"prompt": [7] * 3_000_000},
+    }[kind]
+    async with lab.session.post(CHAT if kind != "tokens" else COMPLETIONS, data=orjson.dumps(body)) as answer:
+        assert answer.status == 200
+    assert lab.outcomes() in ({"no_identity": 1}, {"disabled": 1})
+
+
+async def test_keys_in_broken_headers_are_not_logged(lab: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from loguru import logger
+
+    p, d = await lab.stub(), await lab.stub()
+    setup_logging(fmt="json", level="TRACE")
+    try:
+        await lab.start([p], [d])
+        reader, writer = await asyncio.open_connection("127.0.0.1", lab.router.port)
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer needle-key\x01\r\n\r\n")
+        assert b" 400 " in await reader.readline()
+        writer.close()
+    finally:
+        logger.remove()
+    assert "needle" not in capsys.readouterr().err
+
+
+async def test_header_bytes_that_are_no_text_are_no_error(lab: Any) -> None:
+    p, d = await lab.stub(answer=b"{}"), await lab.stub(answer=b"{}")
+    await lab.start([p], [d])
+    reader, writer = await asyncio.open_connection("127.0.0.1", lab.router.port)
+    body = b'{"messages":[]}'
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: \xff\r\nX-Session-ID: s\r\n")
+    writer.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+    assert b" 200 " in await reader.readline()
+    writer.close()
+
+
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 
@@ -565,7 +712,7 @@ async def test_an_unreachable_port_in_use_is_named(lab: Any) -> None:
     stub = await lab.stub()
     port = int(stub.url.rsplit(":", 1)[1])
     with pytest.raises(ServeError, match=rf"cannot listen on 127.0.0.1:{port} .*--port"):
-        async with running(RouterConfig(prefill=(stub.url,), decode=(stub.url,), port=port, metrics_port=0)):
+        async with running(RouterConfig(prefill=(stub.url,), decode=("h:1",), port=port, metrics_port=0)):
             pass
 
 

@@ -20,6 +20,7 @@ class World:
         self.events: list[events.RouterEvent] = []
         self.store = ConversationStore(IDENTIFIER, self.events.append, **more)
         self.dead: set[str] = set()
+        self.identities: dict[bytes, Identity] = {}
 
     def arrive(self, name: str, now: float) -> Arrival:
         identity = IDENTIFIER.identify({"x-session-id": name}, {})
@@ -27,12 +28,21 @@ class World:
         return self.arrive_as(identity, now)
 
     def arrive_as(self, identity: Identity, now: float) -> Arrival:
-        return self.store.arrive(identity, now, lambda engine, incarnation: incarnation not in self.dead)
+        arrival = self.store.arrive(identity, now, lambda engine, incarnation: incarnation not in self.dead)
+        self.identities[arrival.conversation.key] = identity
+        return arrival
 
     def answer(self, arrival: Arrival, now: float, *, tokens: int = 100, ttl: float = 100.0, ref: bool = True) -> None:
         reference = Reference({}, "d:1", "e1", tokens, now, now + ttl) if ref else None
         self.store.leave(arrival.conversation)
-        self.store.answered(arrival.conversation, now, decode="d:1", reference=reference, tokens=tokens)
+        self.store.answered(
+            arrival.conversation,
+            now,
+            identity=self.identities[arrival.conversation.key],
+            decode="d:1",
+            reference=reference,
+            tokens=tokens,
+        )
 
     def ends(self) -> Counter[ReferenceEnd]:
         return Counter(event.end for event in self.events if isinstance(event, events.ReferenceEnded))
@@ -165,6 +175,44 @@ def test_histories_find_their_conversation_and_move_on() -> None:
     assert world.arrive_as(turn("other", "ho", "more"), 3.0).outcome is Outcome.FIRST
 
 
+def completion(text: str) -> Identity:
+    found = IDENTIFIER.identify({}, {"prompt": text})
+    assert found is not None
+    return found
+
+
+def test_prompts_with_a_common_beginning_keep_their_own_conversations() -> None:
+    world = World()
+    for number in range(8):
+        world.answer(world.arrive_as(completion("system " * 600 + f"user {number}"), 0.0), 0.0)
+    for number in range(8):
+        back = world.arrive_as(completion("system " * 600 + f"user {number} answer, and more"), 1.0)
+        assert back.outcome is Outcome.HIT, number
+    assert world.count(events.TurnReturned) == 8
+
+
+def test_a_refused_turn_does_not_cost_its_retry_the_reference() -> None:
+    world = World()
+    opening, more = "once upon a time " * 20, "once upon a time " * 20 + "there was, and more"
+    world.answer(world.arrive_as(completion(opening), 0.0), 0.0)
+    refused = world.arrive_as(completion(more), 1.0)
+    assert refused.lease is not None
+    refused.lease.put_back()
+    world.store.leave(refused.conversation)
+    assert world.arrive_as(completion(more), 2.0).outcome is Outcome.HIT
+
+
+def test_spent_references_are_not_kept_until_their_deadline() -> None:
+    world = World()
+    for turn in range(2000):
+        arrival = world.arrive("a", float(turn))
+        if arrival.lease is not None:
+            arrival.lease.end(ReferenceEnd.HANDED_OVER)
+        world.answer(arrival, float(turn), ttl=1e6)
+    assert world.store.references() == 1
+    assert len(world.store._deadlines) <= 65
+
+
 step = st.tuples(
     st.sampled_from(["arrive", "answer", "fail", "back", "spend", "sweep", "die"]), st.integers(0, 3), st.floats(0, 60)
 )
@@ -221,6 +269,9 @@ def test_only_retained_turns_count_as_able_to_return(retained: bool) -> None:
     world = World()
     arrival = world.arrive("a", 0.0)
     world.store.leave(arrival.conversation)
-    world.store.answered(arrival.conversation, 1.0, decode="d", reference=None, tokens=9, retained=retained)
+    world.store.answered(
+        arrival.conversation, 1.0, identity=world.identities[arrival.conversation.key], decode="d", reference=None,
+        tokens=9, retained=retained,
+    )  # fmt: skip
     world.arrive("a", 2.0)
     assert world.count(events.TurnCouldReturn) == world.count(events.TurnReturned) == retained

@@ -41,6 +41,17 @@ def test_forged_parameters_are_dropped_wherever_they_stand() -> None:
     assert parsed.forged and parsed.body == {"prompt": "x"}
 
 
+def test_forged_parameters_do_not_go_round_the_back() -> None:
+    parsed = parse_turn(b'{"vllm_xargs":{"kv_transfer_params":"x","a":1},"n":2}')
+    assert parsed.forged and parsed.body == {"vllm_xargs": {"a": 1}, "n": 2}
+
+
+def test_what_can_be_read_but_not_written_is_a_400() -> None:
+    deep = parse_turn(b'{"a":' + b"[" * 600 + b"]" * 600 + b"}")
+    with pytest.raises(RequestError, match="nested too deeply"):
+        decode_body(deep.body, None)
+
+
 @pytest.mark.parametrize(
     ("body", "splittable"),
     [
@@ -153,11 +164,41 @@ def test_incarnations() -> None:
     made.saw_incarnation(one, "e1")
     made.saw_incarnation(one, "e2")
     assert made.holds("d:1", "e2") and not made.holds("d:1", "e1")
+    one.verifies = True
     made.saw_incarnation(one, "e1")  # an old answer that arrives late changes nothing
     assert made.holds("d:1", "e2")
     assert sum(isinstance(event, events.EngineRestarted) for event in seen) == 1
     made.went_down(one)
     assert not made.holds("d:1", "e2") and not made.holds("elsewhere:1", "e2")
+    assert not one.verifies, "what comes back may be another build"
+
+
+@pytest.mark.parametrize("suffix", ["", ":p{}"])
+def test_data_parallel_ranks_behind_one_address_are_no_restarts(suffix: str) -> None:
+    made, seen = fleet()
+    one = made.decode[0]
+    ranks = ["base_dp0" + suffix.format(1), "base_dp1" + suffix.format(2)]
+    for _ in range(3):
+        for rank in ranks:
+            made.saw_incarnation(one, rank)
+    assert all(made.holds("d:1", rank) for rank in ranks)
+    assert not any(isinstance(event, events.EngineRestarted) for event in seen)
+    made.saw_incarnation(one, "other_dp0")
+    assert not any(made.holds("d:1", rank) for rank in ranks)
+    assert sum(isinstance(event, events.EngineRestarted) for event in seen) == 1
+
+
+def test_a_configured_engine_id_that_survives_a_restart() -> None:
+    made, seen = fleet()
+    made.saw_incarnation(made.decode[0], "fixed:aaa")
+    made.saw_incarnation(made.decode[0], "fixed:bbb")
+    assert made.holds("d:1", "fixed:bbb") and not made.holds("d:1", "fixed:aaa")
+    assert sum(isinstance(event, events.EngineRestarted) for event in seen) == 1
+
+
+def test_engines_told_apart_by_their_path() -> None:
+    made = Fleet(["p:1"], ["h:1/a", "h:1/b"], lambda _: None)
+    assert [engine.label for engine in made.decode] == ["h:1/a", "h:1/b"]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +290,17 @@ def test_a_stream_carries_on_where_it_broke(cuts: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "second",
-    [chunk("xy"), chunk("abx"), chunk("a") + chunk("", "stop"), b"data: [DONE]\n\n", b'data: {"error":{}}\n\n'],
+    [
+        chunk("xy"),
+        chunk("abx"),
+        chunk("a") + chunk("", "stop"),
+        b"data: [DONE]\n\n",
+        b'data: {"error":{}}\n\n',
+        b'data: {"choices":5}\n\n',
+        b'data: {"choices":[{"index":null,"delta":{"content":"abcd"}}]}\n\n',
+        b'data: {"choices":[{"index":0,"delta":{"content":"abcde"},"logprobs":{"content":[1]}}]}\n\n',
+        b"data: nonsense\n\n",
+    ],
 )
 def test_another_answer_is_not_glued_on(second: bytes) -> None:
     resumer = Resumer(chunk("ab") + chunk("cd"))
@@ -257,6 +308,31 @@ def test_another_answer_is_not_glued_on(second: bytes) -> None:
         resumer.feed(second)
 
 
-def test_tool_calls_cannot_be_resumed() -> None:
+@pytest.mark.parametrize(
+    "delivered",
+    [
+        b'data: {"choices":[{"index":0,"delta":{"tool_calls":[{"index":0}]}}]}\n\n',
+        b'data: {"choices":[{"index":0,"delta":{"refusal":"no"}}]}\n\n',
+        b'data: {"choices":[{"index":0,"delta":{"content":"a"},"logprobs":{"content":[1]}}]}\n\n',
+        b'data: {"choices":[7]}\n\n',
+        b'data: {"choices":[{"index":0,"delta":{"content":7}}]}\n\n',
+        b"data: {\n\n",
+    ],
+)
+def test_what_cannot_be_compared_cannot_be_resumed(delivered: bytes) -> None:
     with pytest.raises(Diverged):
-        Resumer(b'data: {"choices":[{"index":0,"delta":{"tool_calls":[{"index":0}]}}]}\n\n')
+        Resumer(delivered)
+
+
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+USAGE = b'data: {"choices":[],"usage":{"total_tokens":3}}\n\n'
+DONE = b"data: [DONE]\n\n"
+WHOLE = ROLE + chunk("ab") + chunk("cd") + chunk("", "stop") + USAGE + DONE
+
+
+@pytest.mark.parametrize(
+    "cut", [len(ROLE), len(ROLE + chunk("ab")), len(WHOLE) - len(USAGE + DONE), len(WHOLE) - len(DONE)]
+)
+def test_nothing_is_said_twice_wherever_it_broke(cut: int) -> None:
+    rest = Resumer(WHOLE[:cut]).feed(WHOLE)
+    assert WHOLE[:cut] + rest == WHOLE
