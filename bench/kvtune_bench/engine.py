@@ -42,9 +42,10 @@ from kvtune_telemetry.events import (
     KvReadFailed,
     PrefillComputed,
     PrefillDecided,
+    RetentionMissed,
 )
 from kvtune_telemetry.recorder import ConnectorRecorder
-from kvtune_telemetry.vocabulary import Decision, Direction, End, Reason, Role
+from kvtune_telemetry.vocabulary import Decision, Direction, End, Missed, Reason, Role
 
 LEASE_S = 30.0
 """vLLM's `kv_lease_duration`: how long P keeps a prompt's KV for D."""
@@ -417,6 +418,8 @@ class Engine:
             return self._export_prefill(job)
         if not aborted and self.role is Role.DECODE and self.config.bidirectional and job.params:
             return self._export_decode(job)
+        if self.role is Role.DECODE and job.params:
+            self._record(RetentionMissed(Missed.ABORTED if aborted else Missed.DISABLED))
         self._free(job)
         return None
 
@@ -430,6 +433,8 @@ class Engine:
             self._notify(job.reference, "release", end=End.RELEASED)
         if job.leaked:
             return
+        if self.role is Role.DECODE and job.params and (job.waiting or job.pages is not None):
+            self._record(RetentionMissed(Missed.ABORTED if reason == "abort" else Missed.ERROR))
         if job.waiting:
             job.waiting = False
             self._waiting -= 1
@@ -849,12 +854,13 @@ class Engine:
         if self.config.connector == "kvtune":
             wanted_s = wire.read_retain_s(job.params)
             ttl_s = ttl_s if wanted_s is None else min(ttl_s, wanted_s)
+        if ttl_s <= 0:
+            self._record(RetentionMissed(Missed.UNWANTED))
+            self._free(job)
+            return None
         self._record(self.ledger.start(job.request_id, tokens=tokens, blocks=blocks, now_s=now_s, ttl_s=ttl_s))
         chain = job.chain
         self._hold(job, now_s + ttl_s, retained=True)
-        if ttl_s <= 0:
-            self._end(job.request_id, End.RELEASED, now_s)
-            return None
         params = {
             "do_remote_decode": True,
             "do_remote_prefill": False,

@@ -23,7 +23,7 @@ from kvtune_connector.policy import EXPIRY_MARGIN_S, Offer, Verdict, decide
 from kvtune_connector.retention import RetentionLedger
 from kvtune_connector.settings import ConnectorSettings
 from kvtune_telemetry import events
-from kvtune_telemetry.vocabulary import Decision, Direction, End, Reason
+from kvtune_telemetry.vocabulary import Decision, Direction, End, Missed, Reason
 
 _REQUIRED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 _REMEMBERED = 65_536
@@ -315,6 +315,7 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         if finished and self.is_bidirectional_kv_xfer_enabled and ttl == 0:
             self._stop_heartbeat(request.request_id)
             self._reqs_not_processed.add(request.request_id)
+            self._events.append(events.RetentionMissed(Missed.UNWANTED))
             return False, None
         usual, self.decoder_kv_blocks_ttl = self.decoder_kv_blocks_ttl, ttl
         try:
@@ -322,6 +323,7 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         finally:
             self.decoder_kv_blocks_ttl = usual
         if not delay or exported is None:
+            self._events.append(events.RetentionMissed(self._why_missed(request)))
             return delay, exported
         held = min(exported["remote_num_tokens"], len(request.all_token_ids))
         exported[wire.KEY] = wire.reference_extras(
@@ -344,6 +346,11 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
             )
         )
         return delay, exported
+
+    def _why_missed(self, request: Any) -> Missed:
+        if not self.is_bidirectional_kv_xfer_enabled:
+            return Missed.DISABLED
+        return Missed.ABORTED if request.status == RequestStatus.FINISHED_ABORTED else Missed.ERROR
 
     def take_stats(self) -> ConnectorStats | None:
         """The events since the last call, as statistics; None for none."""

@@ -17,7 +17,7 @@ from kvtune_connector.settings import ConnectorSettings, read_settings
 from kvtune_telemetry import events
 from kvtune_telemetry.instruments import Families
 from kvtune_telemetry.recorder import ConnectorRecorder
-from kvtune_telemetry.vocabulary import Decision, Direction, End, Reason, Role
+from kvtune_telemetry.vocabulary import Decision, Direction, End, Missed, Reason, Role
 
 EVENTS = "kvtune_events"
 """The key our events travel under."""
@@ -32,10 +32,11 @@ _KINDS: dict[str, type[Any]] = {
         events.KvReadDeclined,
         events.KvLateNotification,
         events.RetentionStarted,
+        events.RetentionMissed,
         events.RetentionEnded,
     )
 }
-_ENUMS = {"decision": Decision, "reason": Reason, "direction": Direction, "end": End}
+_ENUMS = {"decision": Decision, "reason": Reason, "direction": Direction, "end": End, "missed": Missed}
 
 
 def pack(event: events.ConnectorEvent) -> list[Any]:

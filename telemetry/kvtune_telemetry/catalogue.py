@@ -17,6 +17,7 @@ from kvtune_telemetry.vocabulary import (
     Decision,
     Direction,
     End,
+    Missed,
     Outcome,
     Path,
     Phase,
@@ -332,6 +333,11 @@ def _connector() -> Iterator[Metric]:
     yield Metric(
         "kvtune_retentions_total", "counter", "requests",
         "Finished requests whose KV D retained.", "connector",
+    )  # fmt: skip
+    yield Metric(
+        "kvtune_retentions_missed_total", "counter", "requests",
+        "Finished requests of disaggregated serving whose KV D did not retain, by why.",
+        "connector", (_of("reason", Missed),),
     )  # fmt: skip
     yield Metric(
         "kvtune_retention_tokens_total", "counter", "tokens",

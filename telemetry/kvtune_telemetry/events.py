@@ -9,6 +9,7 @@ from kvtune_telemetry.vocabulary import (
     Decision,
     Direction,
     End,
+    Missed,
     Outcome,
     Phase,
     Reason,
@@ -230,6 +231,13 @@ class RetentionStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class RetentionMissed:
+    """A request finished on D and nothing was retained."""
+
+    missed: Missed
+
+
+@dataclass(frozen=True, slots=True)
 class RetentionEnded:
     """A retention ended after `age_s` seconds."""
 
@@ -247,5 +255,6 @@ ConnectorEvent = (
     | KvReadDeclined
     | KvLateNotification
     | RetentionStarted
+    | RetentionMissed
     | RetentionEnded
 )

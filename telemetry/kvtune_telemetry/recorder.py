@@ -217,6 +217,7 @@ class ConnectorRecorder:
             events.KvReadDeclined: self._read_declined,
             events.KvLateNotification: self._late_notification,
             events.RetentionStarted: self._retention_started,
+            events.RetentionMissed: self._retention_missed,
             events.RetentionEnded: self._retention_ended,
         }
 
@@ -281,6 +282,9 @@ class ConnectorRecorder:
         on.gauge("kvtune_retained_requests").inc()
         on.gauge("kvtune_retained_tokens").inc(event.tokens)
         on.gauge("kvtune_retained_blocks").inc(event.blocks)
+
+    def _retention_missed(self, event: events.RetentionMissed) -> None:
+        self._on.counter("kvtune_retentions_missed_total", event.missed.value).inc()
 
     def _retention_ended(self, event: events.RetentionEnded) -> None:
         on, end = self._on, event.end.value

@@ -87,6 +87,18 @@ class End(StrEnum):
     """The engine dropped it (shut-down, error)."""
 
 
+class Missed(StrEnum):
+    """Why D retained nothing for a finished request that disaggregated serving had sent it."""
+
+    ABORTED = "aborted"
+    """The engine saw an abort: the client left, or a stop string was found (upstream ends those from outside)."""
+    ERROR = "error"
+    UNWANTED = "unwanted"
+    """The router asked for no retention."""
+    DISABLED = "disabled"
+    """`bidirectional_kv_xfer` is off."""
+
+
 class ReferenceEnd(StrEnum):
     """How a reference left the router. Every reference received ends exactly once."""
 

@@ -334,7 +334,8 @@ async def test_no_retention_wanted(make: Make) -> None:
     params["kvtune"] |= wire.request_extras(retain_s=0)
     text, reference = await pair.decode(messages, params)
     assert text and reference is None
-    assert pair.ended("released") == 1
+    assert pair.value(pair.d, "kvtune_retentions_missed_total", reason="unwanted") == 1
+    assert pair.value(pair.d, "kvtune_retentions_total") == 0
     await pair.idle()
 
 
