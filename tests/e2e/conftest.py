@@ -153,8 +153,9 @@ def _free_port() -> int:
 class Prometheus:
     """A running Prometheus server and its HTTP API."""
 
-    def __init__(self, url: str, child: ChildProcess, log: Path, session: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str, jobs: int, child: ChildProcess, log: Path, session: aiohttp.ClientSession) -> None:
         self.url = url
+        self.jobs = jobs
         self.log = log
         self.child = child
         self._session = session
@@ -178,13 +179,24 @@ class Prometheus:
             return await answer.text()
 
     async def scraped_since(self, unix_s: float) -> None:
-        """Wait until every target was scraped after `unix_s`."""
+        """Wait until every target was scraped, and answered, after `unix_s`."""
 
         async def scraped() -> bool:
-            oldest = await self.value("min(timestamp(up))")
+            oldest = await self.value(f"min(timestamp(up) and up == 1) and on() count(up == 1) == {self.jobs}")
             return oldest is not None and oldest > unix_s
 
         await until(scraped, "a scrape of every target")
+
+    async def scraped_often(self, times: int) -> None:
+        """Wait until every target was scraped so often (within a minute)."""
+
+        async def scraped() -> bool:
+            counts = await self.get("query", query="count_over_time(up[1m])")
+            rows = [float(row["value"][1]) for row in counts["result"]]
+            # Targets come into being some seconds after the start, each at a time of its own.
+            return len(rows) == self.jobs and min(rows) >= times
+
+        await until(scraped, f"{times} scrapes of every target")
 
 
 class Prometheuses:
@@ -225,7 +237,8 @@ class Prometheuses:
                 log,
             )  # fmt: skip
             self._running.append(child)
-            server = Prometheus(f"http://127.0.0.1:{port}/{prefix}".rstrip("/"), child, log, self._session)
+            url = f"http://127.0.0.1:{port}/{prefix}".rstrip("/")
+            server = Prometheus(url, len(jobs), child, log, self._session)
             try:
                 await self._ready(server)
                 return server
@@ -272,7 +285,19 @@ class Ran:
 class Recorder:
     """`kvtune record` at work."""
 
+    directory: Path
+    targets: int
     _process: asyncio.subprocess.Process
+
+    async def scraped_since(self, unix_s: float) -> None:
+        """Wait until every target was recorded after `unix_s`."""
+
+        async def recorded() -> bool:
+            assert self._process.returncode is None, await self._process.communicate()
+            names = [name.partition("-") for name in os.listdir(self.directory) if name.endswith(".prom")]
+            return len({target for ms, _, target in names if int(ms) > 1000 * unix_s}) == self.targets
+
+        await until(recorded, "snapshots of every target")
 
     async def finish(self) -> Ran:
         """Interrupt it, as Ctrl-C would; it takes a last round."""
@@ -328,21 +353,17 @@ class Processes:
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         self._recording.append(process)
-
-        async def begun() -> bool:
-            assert process.returncode is None, await process.communicate()
-            return len([name for name in os.listdir(directory) if name.endswith(".prom")]) >= len(urls)
-
-        await until(begun, "the first snapshots")
-        return Recorder(process)
+        recorder = Recorder(directory, len(urls), process)
+        await recorder.scraped_since(0)
+        return recorder
 
     async def stop(self) -> None:
         for process in self._recording:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        for child in reversed(self._running):
-            await child.stop()
+        statuses = {child.name: await child.stop() for child in reversed(self._running)}
+        assert not any(statuses.values()), f"stopped by themselves, each: {statuses}"
 
 
 @contextmanager

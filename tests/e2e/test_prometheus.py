@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import time
@@ -19,10 +20,12 @@ from aiohttp import web
 
 from kvtune_bench.load import LoadSettings, TurnRecord, replay, simulated_answer
 from kvtune_bench.traces import Conversation, Plan, TraceTurn, plan
-from kvtune_telemetry.catalogue import BY_NAME, CATALOGUE, Metric, emitted_by
+from kvtune_telemetry.catalogue import CATALOGUE, Emitter, Metric, emitted_by
 from kvtune_telemetry.clock import SystemClock
 from kvtune_telemetry.vocabulary import Outcome
+from kvtune_tuning.api import suggest_series
 from kvtune_tuning.document import schema
+from kvtune_tuning.sources import query_prometheus
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
@@ -32,7 +35,7 @@ POOL_TOKENS = 400_000
 MODEL = "qwen3-32b"
 LOAD_S = 32.0
 CONVERSATIONS = 12
-EMITTER_OF_JOB = {"router": "router", "prefill": "connector", "decode": "connector"}
+EMITTER_OF_JOB: dict[str, Emitter] = {"router": "router", "prefill": "connector", "decode": "connector"}
 
 
 def plans(seed: int, *, late: bool = True) -> list[Plan]:
@@ -49,7 +52,7 @@ def plans(seed: int, *, late: bool = True) -> list[Plan]:
         for turn in range(length):
             output = rng.randrange(4, 20)
             last = turn == length - 1
-            too_late = late and number % 6 == 0 and turn == 1
+            too_late = late and number % 3 == 0 and turn == 1
             gap = None if last else TTL_S - 2 if too_late else rng.uniform(0.3, 3.0)
             kept = prompt + output if rng.random() > 0.125 else max(64, prompt // 2)
             turns.append(TraceTurn(prompt, output, gap, 0 if last else kept))
@@ -84,9 +87,12 @@ class World:
         )  # fmt: skip
         return await replay(plans(seed, late=late), settings, clock=SystemClock(), expect=simulated_answer)
 
-    def window(self, began_s: float) -> str:
-        """A window for `suggest` that begins before `began_s`."""
-        return f"{max(60, math.ceil(time.time() - began_s) + 2)}s"
+    def window(self) -> str:
+        """A window for `suggest` that begins before the load, however long the command takes to start.
+
+        Nothing was there to scrape before.
+        """
+        return f"{max(60, math.ceil(time.time() - self.began_s) + 30)}s"
 
     async def suggest(self, *source: str) -> dict[str, Any]:
         ran = await self.processes.run("suggest", *source, "--format", "json")
@@ -98,7 +104,7 @@ class World:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(prometheuses: Any, processes: Any, otlp: Any, wait_until: Any, tmp_path_factory: Any) -> World:
+async def world(prometheuses: Any, processes: Any, otlp: Any, tmp_path_factory: Any) -> World:
     receiver = await otlp()
     pool = ("--pool-tokens", str(POOL_TOKENS), "--ttl", f"{TTL_S:g}", "--threshold", str(THRESHOLD))
     # Without a prefix cache of its own prefill reads every history back.
@@ -118,12 +124,9 @@ async def world(prometheuses: Any, processes: Any, otlp: Any, wait_until: Any, t
     prometheus = await prometheuses.start(targets)
     snapshot = tmp_path_factory.mktemp("snapshot")
 
-    async def seen_idle() -> bool:
-        # A first sample before the load, a whole step of the query earlier: increments are complete.
-        return (await prometheus.value("min(count_over_time(up[1m]) and on() count(up) == 3)") or 0) >= 4
-
     recorder = await processes.record(snapshot, *metrics.values())
-    await wait_until(seen_idle, "scrapes before the load")
+    # A first sample well before the load, more than a step of the query earlier: increments are complete.
+    await prometheus.scraped_often(4)
     engines = {"prefill": prefill, "decode": decode}
     world = World(
         prometheus, processes, receiver, targets, metrics, announced["ready"], engines, time.time(), [], snapshot, None
@@ -138,7 +141,7 @@ async def test_the_load_was_worth_it(world: World) -> None:
     assert not [turn for turn in world.turns if not turn.answered]
     assert all(turn.correct for turn in world.turns)
     outcomes = Counter(turn.outcome for turn in world.turns)
-    assert outcomes["hit"] >= 50 and outcomes["first"] >= CONVERSATIONS and outcomes["expired"] >= 1, outcomes
+    assert outcomes["hit"] >= 20 and outcomes["first"] >= CONVERSATIONS and outcomes["expired"] >= 1, outcomes
     assert world.recorded.code == 0 and not any(world.recorded.document["failures"].values())
 
 
@@ -176,13 +179,16 @@ async def test_every_catalogued_series_is_there_with_its_type_and_labels(world: 
                 assert seen[metric.name] == set(metric.initial()), "all label sets from the start, and no other"
 
 
-async def test_every_scrape_is_clean(world: World) -> None:
+async def test_every_scrape_is_clean(world: World, wait_until: Any) -> None:
+    async def all_up() -> bool:
+        # A scrape that a busy machine holds up for a second is no fault; one that cannot be read stays one.
+        return bool(await world.prometheus.value("sum(up)") == len(EMITTER_OF_JOB))
+
+    await wait_until(all_up, "all targets up")
     active = (await world.prometheus.get("targets", state="active"))["activeTargets"]
     assert {target["labels"]["job"]: (target["health"], target["lastError"]) for target in active} == dict.fromkeys(
         EMITTER_OF_JOB, ("up", "")
     )
-    up = {row["metric"]["job"]: row["value"][1] for row in (await world.prometheus.get("query", query="up"))["result"]}
-    assert up == dict.fromkeys(EMITTER_OF_JOB, "1")
     troubles = (
         "prometheus_target_scrapes_exceeded_sample_limit_total",
         "prometheus_target_scrapes_exemplar_out_of_order_total",
@@ -196,9 +202,20 @@ async def test_every_scrape_is_clean(world: World) -> None:
         if name in troubles
     }
     assert own == dict.fromkeys(troubles, 0.0)
-    complaints = [line for line in world.prometheus.log.read_text().splitlines() if "level=error" in line]
+    complaints = [line for line in world.prometheus.log.read_text().splitlines() if "level=error" in line.lower()]
     assert not complaints
     assert "error" not in world.processes.log("router").read_text().lower()
+
+
+def returned(turns: list[TurnRecord]) -> int:
+    """Turns that the router could know as a return of their conversation.
+
+    One that is known by its content only, and has rewritten that, is another conversation.
+    """
+    again = [turn for turn in turns if turn.gap_s is not None]
+    unknown = [turn for turn in again if turn.outcome == Outcome.FIRST]
+    assert all(turn.rewritten and not turn.session for turn in unknown)
+    return len(again) - len(unknown)
 
 
 def settings_of(evidence: dict[str, Any]) -> dict[str, Any]:
@@ -215,20 +232,19 @@ that no increment falls between a scrape and the window's edge: no tolerance."""
 
 
 async def test_prometheus_and_snapshots_give_the_evidence_that_the_load_gave(world: World) -> None:
-    document = await world.suggest("--prometheus", world.prometheus.url, "--window", world.window(world.began_s))
+    document = await world.suggest("--prometheus", world.prometheus.url, "--window", world.window())
     direct = await world.suggest("--snapshot", str(world.snapshot))
     evidence, recorded = document["evidence"], direct["evidence"]
     assert {name: evidence[name] for name in EXACT} == {name: recorded[name] for name in EXACT}
 
     turns = world.turns
-    returns = [turn for turn in turns if turn.gap_s is not None]
     fetches = evidence["cost_observations"]["fetch"]
     hits = sum(turn.outcome == Outcome.HIT for turn in turns)
     assert evidence["turns"] == len(turns)
     assert evidence["turns_by_outcome"] == Counter(turn.outcome for turn in turns)
-    assert evidence["gaps"] == len(returns)
+    assert evidence["gaps"] == returned(turns)
     assert evidence["turn_ends"] == len(turns)
-    assert evidence["conversations"] == evidence["conversations_new"] == len({turn.conversation for turn in turns})
+    assert evidence["conversations"] == evidence["conversations_new"] == len(turns) - returned(turns)
     assert 0 < fetches <= hits
     assert settings_of(evidence) == {
         "decoder_kv_blocks_ttl": {"value": TTL_S, "assumed": False},
@@ -278,18 +294,23 @@ async def test_a_restarted_engine_is_seen_and_loses_no_turn(world: World, tmp_pa
     await world.prometheus.scraped_since(began_s)
     recorder = await world.processes.record(tmp_path, *world.metrics.values())
     turns = await world.play(6.0, 11, "before", late=False)
-    await world.prometheus.scraped_since(time.time() + 1.0)
+    await asyncio.gather(world.prometheus.scraped_since(time.time()), recorder.scraped_since(time.time()))
     assert await world.engines["prefill"].stop() == 0
     port = world.targets["prefill"].split(":")[1]
     world.engines["prefill"], _ = await world.processes.engine(
         "prefill", "--no-prefix-caching", "--pool-tokens", str(POOL_TOKENS), "--ttl", f"{TTL_S:g}",
         "--threshold", str(THRESHOLD), "--port", port, name="prefill-again",
     )  # fmt: skip
-    await world.prometheus.scraped_since(time.time() + 1.0)
+    await asyncio.gather(world.prometheus.scraped_since(time.time()), recorder.scraped_since(time.time()))
     turns += await world.play(6.0, 13, "after", late=False)
     await world.prometheus.scraped_since(time.time())
-    window = f"{math.ceil(time.time() - began_s) + 1}s"
-    document = await world.suggest("--prometheus", world.prometheus.url, "--window", window)
+    end_s = time.time()
+    # Not by the command, whose window ends when it has started: this one must begin after the other loads.
+    series, _ = await asyncio.to_thread(
+        query_prometheus, world.prometheus.url, window_s=end_s - began_s, end_unix_s=end_s
+    )
+    document = suggest_series(series, {"kind": "prometheus", "where": [world.prometheus.url]})
+    jsonschema.validate(document, schema())
     await recorder.finish()
     direct = await world.suggest("--snapshot", str(tmp_path))
     assert not [turn for turn in turns if not turn.answered]
@@ -299,7 +320,7 @@ async def test_a_restarted_engine_is_seen_and_loses_no_turn(world: World, tmp_pa
     assert any(check["code"] == "restarts" for check in document["checks"])
     exact = ("turns", "turns_by_outcome", "gaps", "turn_ends", "conversations_new", "cost_observations", "settings")
     assert {name: evidence[name] for name in exact} == {name: recorded[name] for name in exact}
-    assert evidence["turns"] == len(turns) and evidence["gaps"] == sum(turn.gap_s is not None for turn in turns)
+    assert evidence["turns"] == len(turns) and evidence["gaps"] == returned(turns)
 
 
 async def test_without_a_scheme_and_explained(world: World) -> None:
@@ -355,20 +376,20 @@ async def test_an_empty_prometheus_has_nothing_to_say(prometheuses: Any, process
 
 async def test_what_prometheus_refuses_is_said_in_its_words(world: World, prometheuses: Any, processes: Any) -> None:
     strict = await prometheuses.start(
-        {"router": world.targets["router"]}, "--query.max-samples=5", prefix="some/where"
-    )  # fmt: skip
-    await strict.scraped_since(time.time())
+        {"router": world.targets["router"]}, "--query.max-samples=20", prefix="some/where"
+    )
+    await strict.scraped_often(2)
     error = await failure(processes, strict.url)
     assert error["code"] == "prometheus_error" and "too many samples" in error["message"]
 
 
 async def test_without_engines_nothing_is_advised(world: World, prometheuses: Any, processes: Any) -> None:
     alone = await prometheuses.start({"router": world.targets["router"]})
-    await alone.scraped_since(time.time() + 2.0)
+    await alone.scraped_often(3)
     ran = await processes.run("suggest", "--prometheus", alone.url, "--window", "60s", "--format", "json")
     assert ran.code == 3, (ran.out, ran.err)
     document = ran.document
     jsonschema.validate(document, schema())
     assert {r["status"] for r in document["recommendations"]} == {"insufficient"}
     assert {check["code"] for check in document["checks"] if check["level"] == "error"} >= {"no_prefill", "no_decode"}
-    assert BY_NAME["kvtune_turns_total"].emitter == "router" and document["evidence"]["turns"] == 0
+    assert document["evidence"]["turns"] == 0 and document["evidence"]["targets"]["router"]
