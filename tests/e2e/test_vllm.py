@@ -11,7 +11,8 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import openai
 import orjson
 import pytest
 import pytest_asyncio
+from aiohttp import web
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from kvtune_bench.process import ChildProcess, tail
 from kvtune_bench.vllm_pair import VllmConfig, VllmServer, free_port
@@ -46,6 +49,7 @@ class Pair:
         self.d: VllmServer
         self.router: ChildProcess
         self.count = 0
+        self.spans: list[dict[str, Any]] = []
 
     async def server(self, role: str, **more: Any) -> VllmServer:
         config = VllmConfig(
@@ -111,13 +115,67 @@ class Pair:
             await asyncio.sleep(0.3)
 
 
+@dataclass
+class Collector:
+    """What an OTLP/HTTP receiver on loopback got: each span's name, ids, service and attributes."""
+
+    url: str = ""
+    spans: list[dict[str, Any]] = field(default_factory=list)
+
+    async def handle(self, request: web.Request) -> web.Response:
+        message = ExportTraceServiceRequest.FromString(await request.read())
+        for resource in message.resource_spans:
+            about = {a.key: a.value.string_value for a in resource.resource.attributes}
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    self.spans.append(
+                        {
+                            "name": span.name, "trace": span.trace_id.hex(), "id": span.span_id.hex(),
+                            "parent": span.parent_span_id.hex(), "service": about.get("service.name"),
+                            "attributes": {
+                                a.key: a.value.string_value or a.value.int_value or a.value.double_value
+                                for a in span.attributes
+                            },
+                        }
+                    )  # fmt: skip
+        return web.Response(body=b"", content_type="application/x-protobuf")
+
+
+@asynccontextmanager
+async def otlp_receiver() -> AsyncIterator[Collector]:
+    collector = Collector()
+    app = web.Application()
+    app.router.add_post("/v1/traces", collector.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    collector.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield collector
+    finally:
+        await runner.cleanup()
+
+
+def traced(service: str, url: str) -> dict[str, Any]:
+    return {
+        "arguments": ("--otlp-traces-endpoint", f"{url}/v1/traces"),
+        "environment": {
+            "OTEL_SERVICE_NAME": service, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+            "OTEL_BSP_SCHEDULE_DELAY": "500",
+        },
+    }  # fmt: skip
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     async with AsyncExitStack() as stack:
         made = Pair(stack, tmp_path_factory.mktemp("pair"))
         timeout = aiohttp.ClientTimeout(total=90.0)
         made.session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
-        made.p, made.d = await made.server("prefill"), await made.server("decode")
+        collector = await stack.enter_async_context(otlp_receiver())
+        made.spans = collector.spans
+        made.p = await made.server("prefill", **traced("kvtune-prefill", collector.url))
+        made.d = await made.server("decode", **traced("kvtune-decode", collector.url))
         await asyncio.gather(made.p.ready(), made.d.ready())
         made.router = await made.start_router()
         # The first request of an engine compiles and shakes hands.
@@ -249,7 +307,7 @@ async def test_nothing_is_retained_that_nobody_wants(pair: Pair) -> None:
     before = await pair.values(pair.d.url, "kvtune_retentions_total")
     _, d = await pair.turn(text("unwanted", 200), kvtune={"v": 1, "retain_s": 0})
     assert d["kv_transfer_params"] is None
-    await asyncio.sleep(1.0)
+    await pair.settles(pair.d.url, "kvtune_retentions_missed_total", 1.0, reason="unwanted")
     assert await pair.values(pair.d.url, "kvtune_retentions_total") == before
 
 
@@ -336,6 +394,7 @@ async def test_a_stop_string_ends_without_a_reference_and_is_booked(pair: Pair) 
     client = pair.client()
     messages = [{"role": "user", "content": text("stops", 200)}]
     headers = {"X-Session-ID": "stops"}
+    missed = await pair.values(pair.d.url, "kvtune_retentions_missed_total", reason="aborted")
     for wanted in ("first", "absent"):
         raw = await client.chat.completions.with_raw_response.create(
             model="tiny", messages=messages, max_tokens=64, stop=["e", "a", "i", "o"], temperature=0,  # type: ignore[arg-type]
@@ -343,6 +402,7 @@ async def test_a_stop_string_ends_without_a_reference_and_is_booked(pair: Pair) 
         )  # fmt: skip
         assert raw.headers["x-kvtune-outcome"] == wanted
         assert raw.parse().choices[0].finish_reason == "stop"
+    await pair.settles(pair.d.url, "kvtune_retentions_missed_total", missed + 2, reason="aborted")
 
 
 async def test_a_restarted_router_knows_nothing_and_serves_all_the_same(pair: Pair) -> None:
@@ -354,6 +414,33 @@ async def test_a_restarted_router_knows_nothing_and_serves_all_the_same(pair: Pa
         extra_headers={"X-Session-ID": "many-1"},
     )  # fmt: skip
     assert raw.headers["x-kvtune-outcome"] == "first"
+
+
+async def test_the_read_and_the_decision_are_spans_of_the_turns_trace(pair: Pair) -> None:
+    client = pair.client()
+    trace = f"{random.getrandbits(128):032x}"
+    messages = [{"role": "user", "content": text("traced", 300)}]
+    for number in range(2):
+        raw = await client.chat.completions.with_raw_response.create(
+            model="tiny", messages=messages, max_tokens=8, temperature=0,  # type: ignore[arg-type]
+            extra_headers={"X-Session-ID": "traced", "traceparent": f"00-{trace}-{number + 1:016x}-01"},
+        )  # fmt: skip
+        messages.append({"role": "assistant", "content": raw.parse().choices[0].message.content or ""})
+        messages.append({"role": "user", "content": "go on"})
+    wanted = {"kvtune.kv.decision": 2, "kvtune.kv.read": 3, "llm_request": 4}
+    deadline = time.monotonic() + 20
+    while True:
+        mine = [span for span in pair.spans if span["trace"] == trace]
+        found = {name: sum(span["name"] == name for span in mine) for name in wanted}
+        if found == wanted:
+            break
+        assert time.monotonic() < deadline, found
+        await asyncio.sleep(0.3)
+    back = [s for s in mine if s["name"] == "kvtune.kv.read" and s["attributes"]["kvtune.kv.direction"] == "d2p"]
+    assert len(back) == 1 and back[0]["attributes"]["kvtune.kv.tokens"] > 128
+    assert back[0]["service"] == "kvtune-prefill"
+    decisions = [s["attributes"]["kvtune.decision"] for s in mine if s["name"] == "kvtune.kv.decision"]
+    assert sorted(decisions) == ["fetch", "recompute"]
 
 
 async def test_stock_log_lines_and_series_still_work(pair: Pair) -> None:
@@ -373,6 +460,18 @@ async def test_the_books_of_both_sides_agree(pair: Pair) -> None:
     started = await pair.values(pair.d.url, "kvtune_retentions_total")
     ended = await pair.values(pair.d.url, "kvtune_retentions_ended_total")
     assert started == ended + await pair.values(pair.d.url, "kvtune_retained_requests")
+
+
+async def test_a_prefill_that_is_not_bidirectional_computes_and_hangs_never(pair: Pair) -> None:
+    plain = await pair.server("prefill", bidirectional=False)
+    await plain.ready()
+    prompt = text("one way", 300)
+    _, d = await pair.turn(prompt)
+    p = await pair.post(plain, prompt=prompt + " go on", max_tokens=1, kv_transfer_params=d["kv_transfer_params"])
+    assert report(p) == ("recompute", "disabled", 0)
+    await pair.settles(plain.url, "vllm:num_requests_waiting", 0.0)
+    await pair.settles(plain.url, "vllm:kv_cache_usage_perc", 0.0, within_s=45.0)
+    await plain.stop()
 
 
 async def test_decode_that_is_killed_and_comes_back(pair: Pair) -> None:
@@ -402,3 +501,18 @@ async def test_decode_that_is_killed_and_comes_back(pair: Pair) -> None:
     assert await turn() in ("engine_gone", "read_failed")
     assert await turn() == "hit"
     await floor(pair)
+
+
+async def test_a_stock_pair_fails_the_foreign_reference(pair: Pair) -> None:
+    """What the proof is worth: without it the same two requests give wrong answers, and HTTP 200."""
+    await pair.p.stop()
+    await pair.d.stop()
+    pair.p = await pair.server("prefill", connector="stock")
+    pair.d = await pair.server("decode", connector="stock")
+    await asyncio.gather(pair.p.ready(), pair.d.ready())
+    await pair.turn(text("warm", 200))
+    _, d = await pair.turn(text("mine", 420))
+    foreign = text("another", 420)
+    p, d = await pair.turn(foreign, d["kv_transfer_params"])
+    want_p, _ = await clean(pair, foreign)
+    assert difference(top(p), want_p) > NOISE

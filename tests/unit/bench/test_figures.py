@@ -214,6 +214,8 @@ def test_reads_are_counted_at_both_ends() -> None:
         f'kvtune_prompt_tokens_total{{{LABELS},role="prefill",source="computed"}} 100\n'
         f'kvtune_decisions_total{{{LABELS},role="prefill",decision="fetch",reason="none"}} 7\n'
         f'kvtune_decisions_total{{{LABELS},role="prefill",decision="recompute",reason="none"}} 0\n'
+        f'kvtune_decisions_total{{{LABELS},role="prefill",decision="fetch",reason="rewritten"}} 2\n'
+        f'kvtune_decisions_total{{{LABELS},role="prefill",decision="recompute",reason="rewritten"}} 5\n'
     )
     decode = (
         f'kvtune_kv_reads_total{{{LABELS},role="decode",direction="p2d",size="64"}} 99\n'
@@ -226,7 +228,41 @@ def test_reads_are_counted_at_both_ends() -> None:
         "seconds": None,
     }  # fmt: skip
     assert found["prompt_tokens"] == {"computed": 100.0}
-    assert found["decisions"] == {"fetch/none": 7.0}
+    assert found["decisions"] == {"fetch/cut_to_proven_prefix": 2.0, "fetch/none": 7.0, "recompute/rewritten": 5.0}
+
+
+def test_the_arm_without_reuse_is_counted_in_conversations_and_turns() -> None:
+    records = [
+        replace(BASE, conversation=1, outcome="first", followup=False),
+        replace(BASE, conversation=1),
+        replace(BASE, conversation=2, outcome="disabled", followup=False),
+        replace(BASE, conversation=3, outcome="disabled"),
+        replace(BASE, conversation=3, outcome="first"),
+    ]
+    assert figures.holdout(records) == {"turns_off": 2, "conversations_off": 2, "conversations_off_in_part": 1}
+    assert figures.holdout([]) == {"turns_off": 0, "conversations_off": 0, "conversations_off_in_part": 0}
+    turns = figures.summarise(records, [], duration_s=1.0)["turns"]
+    assert (turns["turns_off"], turns["conversations_off"], turns["conversations"]) == (2, 2, 3)
+
+
+def test_recorded_rewrites_are_not_the_outcome_of_that_name() -> None:
+    records = [replace(BASE, rewritten=True), replace(BASE, outcome="rewritten"), replace(BASE, rewritten=True)]
+    found = figures.summarise(records, [], duration_s=1.0)
+    assert found["turns"]["recorded_rewrites"] == 2
+    assert "rewritten" not in found["turns"]
+    assert found["outcomes"]["total"]["rewritten"] == 1
+
+
+def test_a_changed_history_without_an_id_is_a_new_conversation_to_the_router() -> None:
+    new = replace(BASE, outcome="first", session=False, rewritten=True)
+    others = [
+        replace(new, session=True),
+        replace(new, followup=False),
+        replace(new, rewritten=False),
+        replace(new, outcome="hit"),
+    ]
+    records = [new, replace(new, rewritten=False, compacted=True), *others]
+    assert figures.summarise(records, [], duration_s=1.0)["turns"]["new_to_router"] == 2
 
 
 def test_the_summary_is_json_whatever_is_missing() -> None:

@@ -238,13 +238,12 @@ def test_says_what_was_found(result: dict[str, Any]) -> None:
     assert "120 s → 240 s" in text
     assert "90 % interval: 180 s to 480 s" in text
     assert "bounded by: memory (without: 640 s)" in text
-    assert "turns back in time 90 % 94 %" in text
+    assert "turns back in time 90.2 % 94.5 %" in text
     assert "1,911 pauses that ended, 812 timed fetches, 604 timed recomputes." in text
     assert "router --ttl 240" in text
     assert "64 tokens keep" in text
-    assert f"{len(result['turns']):,} turns sent = {len(result['turns']):,} outcomes booked" in text
-    assert "1,204 histories read, as prefill counts = 1,204 released as read, as decode counts" in text
-    assert "✓ no invariant violated" in text
+    assert f"turns sent {len(result['turns']):,}" in text
+    assert "histories read, as prefill counts 1,204 released as read, as decode counts 1,204" in text
     assert "✓ references received = ended + held" in text
     assert "✗" not in text
     assert "they balance" in text
@@ -376,13 +375,161 @@ def test_bad_news_is_told_as_plainly(result: dict[str, Any]) -> None:
     text = text_of(render_report(result))
     assert "KV reuse made follow-up turns slower to start here" in text
     assert "they do not" in text
-    assert "1,204 histories read, as prefill counts ≠ 1,200 released" in text
-    assert "✗ foreign kv: 1" in text
+    assert "histories read, as prefill counts 1,204 released as read, as decode counts 1,200" in text
+    assert "violations foreign kv: 1" in text
     assert "✗ turns answered = turns sent" in text
-    assert "no invariant violated" not in text
+    assert "1 of 2 checks fail: see" in text
     assert "2 wrong" in text
     assert "120 s → off" in text
     assert "cannot be told from this traffic" in text
+
+
+@pytest.fixture
+def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no chart is looked at: drawing them is most of the work."""
+    monkeypatch.setattr(report, "all_charts", lambda *args, **more: [])
+
+
+def plain(result: dict[str, Any]) -> str:
+    return text_of(render_report(result)).replace("\u00a0", " ")
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_the_arm_without_reuse_is_told_in_conversations_and_turns(result: dict[str, Any]) -> None:
+    result["figures"]["turns"] |= {
+        "sent": 100, "conversations": 86, "turns_off": 33, "conversations_off": 25, "conversations_off_in_part": 0,
+    }  # fmt: skip
+    said = "25 of 86 conversations, 33 % of turns, were kept without reuse to compare with"
+    assert f"{said}. The load played" in plain(result)
+    result["figures"]["turns"]["conversations_off_in_part"] = 2
+    assert f"{said} (2 of them had other turns too)." in plain(result)
+    result["figures"]["turns"]["turns_off"] = 0
+    assert "were kept without reuse" not in plain(result)
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_the_two_populations_of_conversations_are_named(result: dict[str, Any]) -> None:
+    result["figures"]["turns"] |= {"conversations": 86, "new_to_router": 5}
+    evidence = result["suggest"]["evidence"]
+    evidence["conversations"] = 91
+    text = plain(result)
+    assert "91 conversations as the router saw them" in text
+    assert (
+        "The load played 86 conversations; the router saw 91. A compacted or rewritten history that comes without an "
+        "id counts as a new conversation there: 5 turns here."
+    ) in text
+    evidence["conversations"] = 80
+    text = plain(result)
+    assert "the router saw 80. The window need not cover the whole load." in text
+    assert "counts as a new" not in text
+    evidence["conversations"] = 86
+    assert "The load played 86 conversations;" not in plain(result)
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_three_kinds_of_rewritten_are_told_apart(result: dict[str, Any]) -> None:
+    result["figures"]["turns"]["recorded_rewrites"] = 240
+    result["figures"]["outcomes"]["total"]["rewritten"] = 8
+    result["figures"]["decisions"] = {
+        "fetch/none": 757.0, "fetch/cut_to_proven_prefix": 156.0, "recompute/none": 476.0, "recompute/rewritten": 8.0,
+        "recompute/below_threshold": 3.0, "recompute/expired": 0.0,
+    }  # fmt: skip
+    text = plain(result)
+    assert "fetch, cut to the proven prefix 156 11.1 %" in text
+    assert "recompute: too little proven equal 8 0.6 %" in text
+    assert "recompute: below threshold 3" in text
+    assert "recompute: expired" not in text
+    for words in ("Recorded rewrites: 240 turns", "cut to the proven prefix: 156,", "Outcome “rewritten”: 8 turns"):
+        assert words in text
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_shares_counts_and_settings_have_one_form_each(result: dict[str, Any]) -> None:
+    result["settings"] |= {"ttl_s": 1800.0, "holdout": 0.25, "threshold_tokens": 8192, "time_scale": 20.0}
+    result["settings"] |= {"pool_tokens": None, "trace": None}
+    result["suggest"]["evidence"] |= {
+        "kv_usage_p99": 0.918567,
+        "cost_observations": {"fetch": 847.9, "recompute": 12.4},
+        "settings": {
+            "decoder_kv_blocks_ttl": {"value": 1800, "assumed": True},
+            "kv_recompute_threshold": {"value": 8192, "assumed": False},
+        },
+    }
+    ttl = result["suggest"]["recommendations"][0]
+    ttl["current"] = 1800.0
+    for row, returning in zip(ttl["counterfactual"], (0.5977, 0.7923, 0.9894, 0.9963, 1), strict=True):
+        row["hit_ratio_returning"] = returning
+        row["prefill_saved_s_per_turn"] = 0.8478 + row["value"] / 400
+    text = plain(result)
+    assert "TTL 1800 s" in text
+    assert "1800 s → 240 s" in text
+    assert "decoder kv blocks ttl: 1800 s (assumed); kv recompute threshold: 8192 tokens" in text
+    assert "threshold 8192 tokens" in text
+    assert "30 min" not in text
+    assert "conversations to keep without reuse 25 %" in text
+    assert "KV pool of each engine as calibrated" in text
+    assert "KV pool in use, P99 92 %" in text
+    for share in ("59.8 %", "79.2 %", "98.9 %", "99.6 %", "100 %"):
+        assert share in text
+    assert "about 848 timed fetches, about 12 timed recomputes" in text
+    assert "fetch: 848; recompute: 12" in text
+    for number in ("0.92 s", "1.00 s", "1.15 s", "1.45 s", "2.05 s"):
+        assert number in text
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_only_rows_that_are_bounds_are_marked(result: dict[str, Any]) -> None:
+    rows = result["suggest"]["recommendations"][0]["counterfactual"]
+    assert "†" not in plain(result)
+    assert "bound only" not in plain(result)
+    rows[-1]["bound"] = True
+    text = plain(result)
+    assert "480 s †" in text
+    assert text.count("†") == 2  # the row and its explanation
+    assert "bound only" not in text
+
+
+@pytest.mark.usefixtures("no_charts")
+@pytest.mark.parametrize("checks", [{}, {"a = b": True}, {"a = b": True, "c < d": False, "new <check>": True}])
+def test_exactly_the_checks_of_the_books_are_shown(result: dict[str, Any], checks: dict[str, bool]) -> None:
+    result["books"] |= {"checks": checks, "ok": all(checks.values())}
+    items = re.findall(r"<li class=\"\w*\">([✓✗] [^<]*)</li>", render_report(result))
+    assert sorted(items) == sorted(
+        f"{'✓' if good else '✗'} {name.replace('<', '&lt;').replace('>', '&gt;')}" for name, good in checks.items()
+    )
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_every_mean_names_its_turns(result: dict[str, Any]) -> None:
+    result["suggest"]["evidence"]["ttft_followup_mean_s"] = 2.87
+    text = plain(result)
+    assert "means over follow-up turns at equal prompt lengths" in text
+    assert "mean time to first token, reuse on vs off: follow-up turns at equal prompt lengths" in text
+    assert "All answered turns of each kind." in text
+    assert "TTFT, mean of all answered follow-up turns, with and without reuse, whatever their prompt lengths" in text
+    assert "TTFT is over all answered follow-up turns, with and without reuse" in text
+    assert "follow-up, outcome hit" in text
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_turns_that_were_not_answered_are_told_first(result: dict[str, Any]) -> None:
+    assert "not answered" not in plain(result)
+    for turn, error in zip(result["turns"][5:8], ("<503> no engine", "later", "later"), strict=True):
+        turn |= {"answered": False, "error": error}
+    sent = len(result["turns"])
+    text = plain(result)
+    said = f"3 of {sent:,} turns were not answered. The first failed with: <503> no engine"
+    assert said in text
+    assert text.index(said) < text.index("all correct")
+    for turn in result["turns"][6:8]:
+        turn["answered"] = True
+    result["turns"][5] |= {"error": None, "status": 502}
+    assert f"1 of {sent:,} turns was not answered. The first failed with: HTTP status 502" in plain(result)
+    result["turns"][5] |= {"error": "x" * 999}
+    assert "x" * 300 + "…" in plain(result)
+    result["turns"] = []
+    result["figures"]["turns"] |= {"sent": 10, "answered": 8}
+    assert "2 of 10 turns were not answered." in plain(result)
 
 
 def test_refuses_another_schema() -> None:
