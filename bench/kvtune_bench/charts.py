@@ -26,6 +26,8 @@ WIDE_INCHES = (12.6, 4.4)
 """Of the first chart, which takes a row of its own."""
 MAX_POINTS = 700
 """Scatter points drawn; more would double the page and show nothing new."""
+HEADROOM = 1.08
+"""Of the frame over the tallest bar."""
 FONTS = "Segoe UI, Helvetica, Arial, sans-serif"
 
 OUTCOME_COLOURS: dict[str, str] = {
@@ -100,6 +102,16 @@ def percent(value: float | None) -> str:
     return f"{points:.1f}\u00a0%" if 0 < points < 10 or 99 < points < 100 else f"{points:.0f}\u00a0%"
 
 
+def ttl(value: float | None) -> str:
+    """A TTL, always in seconds, as it is set: `480 s`; a dash for None."""
+    return "–" if value is None else f"{value:.10g}\u00a0s"
+
+
+def threshold_tokens(value: float | None) -> str:
+    """A threshold as it is set: `8192 tokens`; a dash for None."""
+    return "–" if value is None else f"{value:.10g}\u00a0token{'' if value == 1 else 's'}"
+
+
 def no_data(name: str, title: str, why: str) -> Chart:
     """A box that says why there is nothing to see."""
     svg = (
@@ -163,7 +175,10 @@ def _svg(name: str, figure: Figure, label: str) -> str:
 
 
 def ttft_by_size(
-    records: Sequence[TurnRecord], classes: Sequence[Mapping[str, Any]], comparison: Mapping[str, Any]
+    records: Sequence[TurnRecord],
+    classes: Sequence[Mapping[str, Any]],
+    comparison: Mapping[str, Any],
+    costs: Mapping[str, Any] | None = None,
 ) -> Chart:
     """(a) TTFT of follow-up turns against prompt length, reuse on and off: points, medians and P90 by size class."""
     from kvtune_bench.figures import arm_of
@@ -211,16 +226,45 @@ def ttft_by_size(
     axes.set_xlim(left=0)
     _labels(axes, "prompt length (thousand tokens)", "time to first token (s)")
     _legend(axes, loc="upper left")
-    note = "Each point is one answered turn; lines join size classes (nearest-rank quantiles)."
+    note = "Each point is one answered follow-up turn; lines join size classes (nearest-rank quantiles)."
     if over:
         note += f" Above the frame: {over} slower turn{'s' if over > 1 else ''}."
-    interval = comparison.get("ratio_interval")
-    if interval and comparison.get("conversations_off"):
-        note += (
-            f" The two means are taken at equal prompt lengths; ratio {interval[0]:.1f} to {interval[1]:.1f} "
-            f"(P5 to P95, from {comparison['conversations_off']} conversations kept without reuse)."
-        )
+    if ratio is not None:
+        note += " The means in the title are of follow-up turns at equal prompt lengths"
+        interval = comparison.get("ratio_interval")
+        kept = comparison.get("conversations_off")
+        if interval and kept:
+            note += (
+                f"; ratio {interval[0]:.1f} to {interval[1]:.1f} (P5 to P95; {kept} "
+                f"conversation{'s' if kept > 1 else ''} without reuse had follow-up turns)"
+            )
+        note += "."
+    note += _slower_with_reuse(classes, costs or {})
     return Chart("ttft", title, _svg("ttft", figure, title), note)
+
+
+def _slower_with_reuse(classes: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]) -> str:
+    """Which size classes had a longer median with reuse, if any, and what reuse could have saved there at most."""
+    compared = [row for row in classes if row["on"]["n"] and row["off"]["n"]]
+    slower = [row for row in compared if row["on"]["p50"] > row["off"]["p50"]]
+    if not slower:
+        return ""
+    named = []
+    for row in slower:
+        on, off = both(row["on"]["p50"], row["off"]["p50"])
+        size = f"{tokens(row['from'])} to {tokens(row['to'])}" if row["from"] else f"up to {tokens(row['to'])}"
+        named.append(f"{size} tokens ({on}, without reuse {off}; {row['on']['n']:,} and {row['off']['n']:,} turns)")
+    text = f" Slower with reuse, by the median, in {len(slower)} of {len(compared)} classes: {', '.join(named)}."
+    fetch, recompute = ((costs.get(path.value) or {}).get("line") for path in (Path.FETCH, Path.RECOMPUTE))
+    if fetch and recompute:
+        largest = slower[-1]["to"]
+        saved = recompute["base_s"] - fetch["base_s"] + (recompute["per_token_s"] - fetch["per_token_s"]) * largest
+        if saved > 0:
+            text += f" Fetching {tokens(largest)} tokens instead of computing them saves {seconds(saved)} of prefill"
+            # Said only where it is so in every class named.
+            spread = min(row[arm]["p90"] - row[arm]["p50"] for row in slower for arm in ("on", "off"))
+            text += "; the times scatter by more than that (P90 over median, in either arm)." if spread > saved else "."
+    return text
 
 
 def outcomes_over_time(outcomes: Mapping[str, Any]) -> Chart:
@@ -241,7 +285,7 @@ def outcomes_over_time(outcomes: Mapping[str, Any]) -> Chart:
         others = {name: n for name, n in eligible.items() if name != Outcome.HIT and n}
         if others:
             worst = max(others, key=lambda name: others[name])
-            title += f"; what most often stood in the way: {worst.replace('_', ' ')}"
+            title += f"; what most often stood in the way: outcome “{worst.replace('_', ' ')}”"
     figure, axes = _new()
     width = float(outcomes["bin_s"]) / 60
     counts: Mapping[str, Sequence[int]] = outcomes["counts"]
@@ -258,6 +302,7 @@ def outcomes_over_time(outcomes: Mapping[str, Any]) -> Chart:
         )  # fmt: skip
         base = [low + rate for low, rate in zip(base, rates, strict=True)]
     axes.set_xlim(0, bins * width)
+    axes.set_ylim(0, HEADROOM * max(base))
     axes.grid(False, axis="x")
     _labels(axes, "time since the load began (min)", "turns per minute")
     _legend(axes, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True, handlelength=1.0)
@@ -265,10 +310,8 @@ def outcomes_over_time(outcomes: Mapping[str, Any]) -> Chart:
     return Chart("outcomes", title, _svg("outcomes", figure, title), note)
 
 
-_TIME_TICKS = {
-    0.1: "0.1 s", 1.0: "1 s", 3.0: "3 s", 10.0: "10 s", 60.0: "1 min", 480.0: "8 min", 1800.0: "30 min", 7200.0: "2 h",
-    28800.0: "8 h",
-}  # fmt: skip
+_TIME_TICKS = (0.1, 1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000)
+"""Seconds, as TTLs are given."""
 
 
 def gap_survival(
@@ -287,7 +330,7 @@ def gap_survival(
     if median is not None:
         title = f"Half of the turns are followed up within {seconds(median)}"
         if current_s is not None and current_s <= points[-1][0]:
-            title += f"; {percent(_share_after(points, current_s))} are still open at the TTL of {seconds(current_s)}"
+            title += f"; {percent(_share_after(points, current_s))} are still open at the TTL of {ttl(current_s)}"
     figure, axes = _new()
     positive = [(max(t, 0.1), share) for t, share in points]
     right = max(positive[-1][0], 1.3 * max(current_s or 0, suggested_s or 0), 10.0)
@@ -302,7 +345,7 @@ def gap_survival(
     axes.set_xlim(low, right)
     axes.set_ylim(0, 1.0)
     ticks = [tick for tick in _TIME_TICKS if low <= tick <= right]
-    axes.set_xticks(ticks, [_TIME_TICKS[tick] for tick in ticks])
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
     if interval_s is not None and suggested_s is not None and suggested_s != current_s:
@@ -320,11 +363,11 @@ def gap_survival(
         place = math.log(value / low) / math.log(right / low)
         to_left = place > 0.3 if index == 0 and len(marks) > 1 else place > 0.68
         axes.annotate(
-            f"{words}: {seconds(value)}", (value, 0.97 - 0.13 * index), xytext=(-6 if to_left else 6, 0),
+            f"{words}: {ttl(value)}", (value, 0.97 - 0.13 * index), xytext=(-6 if to_left else 6, 0),
             textcoords="offset points", ha="right" if to_left else "left", va="top", fontsize=10.5, color=colour,
             fontweight="bold", bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
         )  # fmt: skip
-    _labels(axes, "time since the answer (log scale)", "turns not yet followed up")
+    _labels(axes, "seconds since the answer (log scale)", "turns not yet followed up")
     n, censored = gaps["n"], gaps["censored"]
     note = f"Kaplan-Meier over {n:,} answered turns, {censored:,} of them not followed up when the load ended."
     return Chart("gaps", title, _svg("gaps", figure, title), note)
@@ -395,7 +438,7 @@ def fetch_or_recompute(
     for index, (value, colour, style, words) in enumerate(marks):
         axes.axvline(value, color=colour, linewidth=1.8, linestyle=style)
         axes.annotate(
-            f"{words}: {tokens(value)}", (value, 0.93 - 0.09 * index), xycoords=("data", "axes fraction"),
+            f"{words}: {threshold_tokens(value)}", (value, 0.93 - 0.09 * index), xycoords=("data", "axes fraction"),
             xytext=(6, 0), textcoords="offset points", fontsize=10.5, color=colour, fontweight="bold",
         )  # fmt: skip
     _labels(axes, "tokens of history (log scale)", "time (log scale)")
@@ -436,10 +479,10 @@ def all_charts(
     records: Sequence[TurnRecord],
     figures: Mapping[str, Any],
     *,
-    ttl: Mapping[str, Any] | None = None,
-    threshold: Mapping[str, Any] | None = None,
+    ttl_advice: Mapping[str, Any] | None = None,
+    threshold_advice: Mapping[str, Any] | None = None,
 ) -> list[Chart]:
-    """The five charts of `figures.summarise`; `ttl` and `threshold` are the two recommendations of `kvtune suggest`.
+    """The five charts of `figures.summarise`; the two pieces of advice are `kvtune suggest`'s.
 
     Never raises for missing figures: a chart without data says so, all of them where matplotlib is not installed.
     """
@@ -448,19 +491,18 @@ def all_charts(
     except ImportError:
         why = "charts need matplotlib: pip install 'kvtune[bench]'"
         return [no_data(name, title, why) for name, title in _NAMES.items()]
-    ttl, threshold = ttl or {}, threshold or {}
+    lifetime, threshold = ttl_advice or {}, threshold_advice or {}
+    costs = figures.get("costs") or {}
     return [
-        ttft_by_size(records, figures.get("ttft_by_size") or [], figures.get("comparison") or {}),
+        ttft_by_size(records, figures.get("ttft_by_size") or [], figures.get("comparison") or {}, costs),
         outcomes_over_time(figures.get("outcomes") or {}),
         gap_survival(
             figures.get("gaps") or {},
-            current_s=ttl.get("current"),
-            suggested_s=ttl.get("recommended"),
-            interval_s=ttl.get("interval"),
+            current_s=lifetime.get("current"),
+            suggested_s=lifetime.get("recommended"),
+            interval_s=lifetime.get("interval"),
         ),
-        fetch_or_recompute(
-            figures.get("costs") or {}, threshold=threshold.get("current"), suggested=threshold.get("recommended")
-        ),
+        fetch_or_recompute(costs, threshold=threshold.get("current"), suggested=threshold.get("recommended")),
         retained_tokens(figures.get("retained") or {}),
     ]
 

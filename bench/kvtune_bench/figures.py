@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtune_bench.load import TurnRecord
 from kvtune_telemetry import buckets
-from kvtune_telemetry.vocabulary import Direction, End, Outcome, Path, Role
+from kvtune_telemetry.vocabulary import Decision, Direction, End, Outcome, Path, Reason, Role
 
 Arm = Literal["on", "off"]
 
@@ -23,6 +23,8 @@ MIN_AT_RISK = 5
 """With fewer turns at risk, one return moves the survival curve by more than a fifth of what is left."""
 RESAMPLES = 400
 """Bootstrap draws for the interval of the comparison; its ends move by about 3 % of its width from seed to seed."""
+CUT_FETCH = "fetch/cut_to_proven_prefix"
+"""Of a history that was changed further on."""
 UNREPORTED = "unreported"
 """Stands for an outcome where the router sent no debug header."""
 
@@ -438,6 +440,37 @@ def reads(scrapes: Sequence[Scrape]) -> dict[str, Any]:
     }
 
 
+def holdout(records: Sequence[TurnRecord]) -> dict[str, int]:
+    """How much was kept without reuse, of all turns sent: `turns_off`, `conversations_off` and, of those,
+    `conversations_off_in_part`: the ones that also had turns with another outcome."""
+    plays: dict[int, set[bool]] = defaultdict(set)
+    for record in records:
+        plays[record.conversation].add(arm_of(record) == "off")
+    off = [arms for arms in plays.values() if True in arms]
+    return {
+        "turns_off": sum(arm_of(record) == "off" for record in records),
+        "conversations_off": len(off),
+        "conversations_off_in_part": sum(False in arms for arms in off),
+    }
+
+
+def new_to_router(record: TurnRecord) -> bool:
+    """A turn that goes on for its client, but came without an id and with a changed history, and was taken for new."""
+    changed = record.rewritten or record.compacted
+    return record.followup and changed and not record.session and record.outcome == Outcome.FIRST
+
+
+def decision_name(decision: str, reason: str) -> str:
+    """A key for what prefill decided and why: `recompute/expired`.
+
+    A fetch cut to the verified prefix is booked as `fetch` for the reason `rewritten`; its own name here keeps it apart
+    from the outcome of that name, which means that nothing was fetched.
+    """
+    if (decision, reason) == (Decision.FETCH, Reason.REWRITTEN):
+        return CUT_FETCH
+    return f"{decision}/{reason}"
+
+
 def summarise(records: Sequence[TurnRecord], scrapes: Sequence[Scrape], *, duration_s: float) -> dict[str, Any]:
     """All figures of a run of `duration_s` seconds (load's clock): what `report.render_report` takes as `figures`."""
     all_series = latest(scrapes)
@@ -445,15 +478,17 @@ def summarise(records: Sequence[TurnRecord], scrapes: Sequence[Scrape], *, durat
     for series in all_series:
         for labels, value in series.get("kvtune_decisions_total", ()):
             if labels.get("role") == Role.PREFILL.value and value:
-                decisions[f"{labels.get('decision')}/{labels.get('reason')}"] += value
+                decisions[decision_name(labels.get("decision", ""), labels.get("reason", ""))] += value
     return {
         "turns": {
             "sent": len(records),
             "answered": sum(record.answered for record in records),
             "followups": sum(record.followup for record in records),
             "conversations": len({record.conversation for record in records}),
-            "rewritten": sum(record.rewritten for record in records),
+            **holdout(records),
+            "recorded_rewrites": sum(record.rewritten for record in records),
             "compacted": sum(record.compacted for record in records),
+            "new_to_router": sum(map(new_to_router, records)),
             "judged": sum(record.correct is not None for record in records),
             "wrong": sum(record.correct is False for record in records),
             "mean_prompt_tokens": float(np.mean([r.prompt_tokens for r in records])) if records else None,

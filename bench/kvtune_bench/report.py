@@ -7,13 +7,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvtune_bench.charts import Chart, all_charts, both, percent, seconds, tokens
+from kvtune_bench.charts import Chart, all_charts, both, percent, seconds, threshold_tokens, tokens, ttl
+from kvtune_bench.figures import CUT_FETCH
 from kvtune_bench.load import TurnRecord
 from kvtune_telemetry.vocabulary import Outcome
 
 SCHEMA = "kvtune.demo/1"
 MANY_FACTS = 8
 """More facts than these are folded away."""
+MANY_LETTERS = 300
+"""Longer errors are cut."""
 TTL = "decoder_kv_blocks_ttl"
 THRESHOLD = "kv_recompute_threshold"
 
@@ -52,10 +55,59 @@ _COLUMNS = {
     "pinned_tokens_p99": "retained, P99",
     "pool_share_p99": "pool in use, P99",
     "prefill_saved_s_per_turn": "prefill saved a turn",
-    "ttft_mean_s": "TTFT, mean",
+    "ttft_mean_s": "TTFT, mean of all follow-ups",
     "fetched_share": "histories fetched",
     "extra_mean_s": "cost of a history",
-    "bound": "a bound only",
+}
+BOUND = "†"
+"""Marks a row that is only a bound."""
+ALL_FOLLOWUPS = "all answered follow-up turns, with and without reuse, whatever their prompt lengths"
+
+_FACTS = {
+    "conversations": "conversations the router saw",
+    "conversations_new": "conversations new to the router",
+    "gaps": "pauses that ended",
+    "ttft_followup_mean_s": f"TTFT, mean of {ALL_FOLLOWUPS}",
+    "kv_usage_p99": "KV pool in use, P99",
+    "kappa": "retained tokens, seen over predicted",
+    "saving_us_per_token": "saved by fetching, per token",
+    "cost_observations": "timed on prefill",
+    "window_seconds": "window, model time",
+    "scrape_interval_s": "scrape interval",
+    "gap_horizon_s": "pauses seen up to",
+    "turn_ends_per_s": "turn ends a second",
+}
+_RUN = {
+    "prefill": "prefill engines",
+    "decode": "decode engines",
+    "ttl_s": "TTL",
+    "threshold_tokens": "threshold",
+    "pool_tokens": "KV pool of each engine",
+    "prefill_cache": "prefill's own prefix cache",
+    "conversations": "conversations at once",
+    "duration_s": "duration, model time",
+    "time_scale": "time compressed",
+    "holdout": "conversations to keep without reuse",
+    "holdout_ratio": "conversations to keep without reuse",
+}
+_UNSET = {"pool_tokens": "as calibrated", "trace": "the packaged sample"}
+_BOOKED = {
+    "turns": "turns sent",
+    "reads_at_prefill": "histories read, as prefill counts",
+    "reads_released_at_decode": "released as read, as decode counts",
+}
+"""Names of facts for people, by the table they stand in, where the key will not do."""
+_TTLS = ("ttl_s", TTL, "expiry_margin_seconds", "gap_horizon_s")
+_THRESHOLDS = ("threshold_tokens", THRESHOLD)
+_SHARES = ("holdout", "kv_usage_p99")
+_COUNTS = ("cost_observations", "turns", "turns_by_outcome", "conversations", "gaps", "turn_ends", "turns_given_up")
+
+_DECISIONS = {
+    "local_hit/none": "prefill's own cache had it",
+    "fetch/none": "fetch",
+    CUT_FETCH: "fetch, cut to the proven prefix",
+    "recompute/none": "recompute: no reference was given",
+    "recompute/rewritten": "recompute: too little proven equal",
 }
 _NEXT = (
     (
@@ -85,6 +137,7 @@ p{margin:.4em 0}.eyebrow{color:var(--muted);font-weight:600;margin:0}.lead{color
 .tile,.card,figure{background:var(--paper);border:1px solid var(--line);border-radius:10px;padding:16px 18px;margin:0}
 .tile b{display:block;font-size:1.9rem;line-height:1.2;letter-spacing:-.01em}
 .tile span{color:var(--muted);font-size:.92rem}
+.unanswered{background:#fbe3e1;border:1px solid #e7a9a4;border-radius:8px;padding:10px 14px;margin:14px 0 0}
 .wrong{color:var(--bad);font-weight:700}.good b{color:var(--good)}.bad b{color:var(--bad)}
 .grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr));gap:16px}
 .chart{overflow-x:auto}.chart svg{display:block;width:100%;min-width:430px;height:auto}
@@ -125,14 +178,14 @@ def render_report(result: Mapping[str, Any]) -> str:
     suggest = _mapping(result.get("suggest"))
     advice = {one.get("setting"): one for one in suggest.get("recommendations") or [] if isinstance(one, Mapping)}
     records = [TurnRecord.from_dict(turn) for turn in result.get("turns") or []]
-    charts = all_charts(records, figures, ttl=advice.get(TTL), threshold=advice.get(THRESHOLD))
+    charts = all_charts(records, figures, ttl_advice=advice.get(TTL), threshold_advice=advice.get(THRESHOLD))
     parts = [
-        _head(result, figures),
+        _head(result, figures, records),
         _tiles(result, figures, advice),
         _advice_cards(suggest),
         _charts(charts),
         _counterfactuals(suggest),
-        _evidence(suggest),
+        _evidence(suggest, figures),
         _books(result, figures),
         _run(result, figures),
         _go_on(result, suggest),
@@ -162,7 +215,7 @@ def _number(value: object) -> float | None:
 # --- the first screen ---
 
 
-def _head(result: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
+def _head(result: Mapping[str, Any], figures: Mapping[str, Any], records: Sequence[TurnRecord]) -> str:
     compared = _mapping(figures.get("comparison"))
     turns = _mapping(figures.get("turns"))
     ratio, on, off = (_number(compared.get(name)) for name in ("ratio", "on_s", "off_s"))
@@ -177,19 +230,51 @@ def _head(result: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
     lead = []
     if on is not None and off is not None:
         lead.append(
-            f"{' instead of '.join(both(on, off))} on average, at equal prompt lengths, in the same run: a share of "
-            "the conversations was kept without reuse to compare with."
+            f"{' instead of '.join(both(on, off))}: means over follow-up turns at equal prompt lengths, in the same "
+            "run."
         )
+    lead.append(_kept_without(turns))
     if turns.get("sent"):
+        recorded = "recorded" if _mapping(result.get("settings")).get("trace") else "recorded coding-agent"
         lead.append(
-            f"{turns['sent']:,} turns of {turns.get('conversations', 0):,} recorded coding-agent conversations, "
+            f"The load played {turns['sent']:,} turns of {turns.get('conversations', 0):,} {recorded} conversations, "
             f"{tokens(_number(turns.get('mean_prompt_tokens')))} tokens a prompt on average, "
             f"in {seconds(_number(result.get('duration_s')))} of model time."
         )
     return (
         f'<p class="eyebrow">kvtune demo report</p><h1>{_text(headline)}</h1>'
-        f'<p class="lead">{_text(" ".join(lead))}</p>{_simulated(_mapping(result.get("simulated")))}'
+        f'<p class="lead">{_text(" ".join(filter(None, lead)))}</p>{_unanswered(turns, records)}'
+        f"{_simulated(_mapping(result.get('simulated')))}"
     )
+
+
+def _kept_without(turns: Mapping[str, Any]) -> str:
+    """The size of the arm without reuse, in conversations and in turns."""
+    off, all_turns, conversations = (turns.get(name) for name in ("turns_off", "sent", "conversations"))
+    if not off or not all_turns or not conversations:
+        return ""
+    part = turns.get("conversations_off_in_part")
+    return (
+        f"{turns.get('conversations_off', 0):,} of {conversations:,} conversations, {percent(off / all_turns)} of "
+        "turns, were kept without reuse to compare with"
+        + (f" ({part:,} of them had other turns too)." if part else ".")
+    )
+
+
+def _unanswered(turns: Mapping[str, Any], records: Sequence[TurnRecord]) -> str:
+    """A plain sentence, if some turns were not answered: how many, and what the first ran into."""
+    failed = [record for record in records if not record.answered]
+    sent = len(records) or turns.get("sent") or 0
+    count = len(failed) if records else sent - (turns.get("answered") or 0)
+    if not count:
+        return ""
+    why = ""
+    if failed:
+        first = failed[0]
+        said = first.error or (f"HTTP status {first.status}" if first.status else "no response")
+        why = f" The first failed with: {said if len(said) <= MANY_LETTERS else said[:MANY_LETTERS] + '…'}"
+    words = f"{count:,} of {sent:,} turns {'was' if count == 1 else 'were'} not answered."
+    return f'<p class="unanswered"><b>{_text(words)}</b>{_text(why)}</p>'
 
 
 def _simulated(simulated: Mapping[str, Any]) -> str:
@@ -223,7 +308,7 @@ def _tiles(result: Mapping[str, Any], figures: Mapping[str, Any], advice: Mappin
         tiles.append(
             _tile(
                 " vs ".join(both(compared["on_s"], compared["off_s"])),
-                "time to first token of follow-up turns, reuse on vs off",
+                "mean time to first token, reuse on vs off: follow-up turns at equal prompt lengths",
             )
         )
     total: Mapping[str, int] = _mapping(figures.get("outcomes")).get("total") or {}
@@ -249,10 +334,16 @@ def _tiles(result: Mapping[str, Any], figures: Mapping[str, Any], advice: Mappin
         )
     books = _mapping(result.get("books"))
     if "ok" in books:
+        checks = _mapping(books.get("checks"))
+        failed = sum(not good for good in checks.values())
         tiles.append(
-            _tile("books balance", "every turn and every read booked once, on both sides", "good")
+            _tile("books balance", f"all {len(checks)} checks hold" if checks else "every check holds", "good")
             if books["ok"]
-            else _tile("books differ", "see “Do the books balance?” below", "bad")
+            else _tile(
+                "books differ",
+                (f"{failed} of {len(checks)} checks fail: " if failed else "") + "see “Do the books balance?” below",
+                "bad",
+            )
         )
     one = advice.get(TTL)
     if one is not None:
@@ -267,7 +358,7 @@ def _value(setting: object, value: object) -> str:
     number = _number(value)
     if number is None:
         return "–"
-    return f"{number:g}\u00a0s" if setting == TTL else f"{number:g}\u00a0tokens"
+    return ttl(number) if setting == TTL else threshold_tokens(number)
 
 
 def _move(one: Mapping[str, Any]) -> str:
@@ -315,10 +406,12 @@ def _effects(effects: Mapping[str, Any]) -> str:
     pairs = {name: pair for name, pair in effects.items() if isinstance(pair, Mapping) and "recommended" in pair}
     if not pairs:
         return _facts(effects)
+    rows = [(name, _column(name, [pair.get("current"), pair["recommended"]])) for name, pair in pairs.items()]
     body = "".join(
         f"<tr><td>{_text(_COLUMNS.get(name, name.replace('_', ' ')))}</td>"
-        f"<td>{_text(_named(name, pair.get('current')))}</td><td>{_text(_named(name, pair['recommended']))}</td></tr>"
-        for name, pair in pairs.items()
+        + "".join(f"<td>{_text(cell)}</td>" for cell in cells)
+        + "</tr>"
+        for name, cells in rows
     )
     return (
         '<div class="scroll"><table><thead><tr><th>expected</th><th>now</th><th>suggested</th></tr></thead>'
@@ -338,12 +431,17 @@ def _counterfactuals(suggest: Mapping[str, Any]) -> str:
         rows = [row for row in one.get("counterfactual") or [] if isinstance(row, Mapping)]
         if not rows:
             continue
-        columns = [name for name in rows[0] if any(row.get(name) is not None for row in rows)]
-        if "bound" in columns and not any(row.get("bound") for row in rows):
-            columns.remove("bound")
+        setting = one.get("setting")
+        columns = [name for name in rows[0] if name != "bound" and any(row.get(name) is not None for row in rows)]
         head = "".join(f"<th>{_text(_COLUMNS.get(name, name.replace('_', ' ')))}</th>" for name in columns)
+        cells = {
+            name: [_value(setting, row.get(name)) + (f" {BOUND}" if row.get("bound") else "") for row in rows]
+            if name == "value"
+            else _column(name, [row.get(name) for row in rows])
+            for name in columns
+        }
         body = []
-        for row in rows:
+        for index, row in enumerate(rows):
             value = row.get("value")
             kind = (
                 "best"
@@ -352,20 +450,55 @@ def _counterfactuals(suggest: Mapping[str, Any]) -> str:
                 if value is not None and value == one.get("current")
                 else ""
             )
-            cells = "".join(f"<td>{_text(_cell(one.get('setting'), name, row.get(name)))}</td>" for name in columns)
-            body.append(f'<tr class="{kind}">{cells}</tr>')
+            line = "".join(f"<td>{_text(cells[name][index])}</td>" for name in columns)
+            body.append(f'<tr class="{kind}">{line}</tr>')
+        notes = ["Grey: in force now. Green: suggested."]
+        if any(row.get("bound") for row in rows):
+            notes.append(
+                f"{BOUND} longer than the pauses that could be seen: a bound, reuse from below and memory from above."
+            )
+        if "ttft_mean_s" in columns:
+            notes.append(f"TTFT is over {ALL_FOLLOWUPS}: not a mean of the headline.")
         blocks.append(
-            f'<div class="card"><h3>{_text(_SETTINGS.get(str(one.get("setting")), one.get("setting")))}</h3>'
+            f'<div class="card"><h3>{_text(_SETTINGS.get(str(setting), setting))}</h3>'
             f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
-            '<p class="lead">Grey: in force now. Green: suggested.</p></div>'
+            f'<p class="lead">{_text(" ".join(notes))}</p></div>'
         )
     return f'<h2>What other values would do</h2><section class="grid">{"".join(blocks)}</section>' if blocks else ""
 
 
-def _cell(setting: object, name: str, value: object) -> str:
-    if name == "value":
-        return _value(setting, value)
-    return _named(name, value)
+def _unit(name: str) -> str:
+    """What a value is, read off its name: `rate`, `seconds`, `share`, `tokens`, or nothing known."""
+    if name.endswith("_per_s"):
+        return "rate"
+    if name.endswith(("_s", "seconds", "_s_per_turn")):
+        return "seconds"
+    if name in _SHARES or "ratio" in name.split("_") or "share" in name.split("_"):
+        return "share"
+    return "tokens" if "tokens" in name else ""
+
+
+def _column(name: str, values: Sequence[object]) -> list[str]:
+    """Values to be compared with one another: one unit, one number of decimals, as the largest asks for."""
+    numbers = [_number(value) for value in values]
+    largest = max((abs(number) for number in numbers if number is not None), default=0.0)
+    unit = _unit(name)
+    if unit == "seconds" and largest < 120:
+        factor, decimals, mark = (1.0, 2, "\u00a0s") if largest >= 1 else (1e3, 1, "\u00a0ms")
+    elif unit == "tokens" and largest >= 999.5:
+        factor, decimals, mark = (1e-6, 2, "M") if largest >= 999_500 else (1e-3, 1, "k")
+    elif unit == "share":
+        return [_share(number) for number in numbers]
+    else:
+        return [_named(name, value) for value in values]
+    return ["–" if number is None else f"{number * factor:.{decimals}f}{mark}" for number in numbers]
+
+
+def _share(value: float | None) -> str:
+    """A share in a table: `93.6 %`. Neither 0 nor 100 % unless it is."""
+    if value is None or value == 0 or value == 1 or 0 < value < 0.001 or 0.9995 < value < 1:
+        return percent(value)
+    return f"{value * 100:.1f}\u00a0%"
 
 
 def _named(name: str, value: object) -> str:
@@ -377,24 +510,42 @@ def _named(name: str, value: object) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(_named(name, item) for item in value) or "–"
     if isinstance(value, Mapping):
-        return "; ".join(f"{key}: {_named(str(key), item)}" for key, item in value.items()) or "–"
+        if set(value) == {"value", "assumed"}:
+            return _named(name, value["value"]) + (" (assumed)" if value["assumed"] else "")
+        inner = [
+            f"{str(key).replace('_', ' ')}: {_named(name if name in _COUNTS else str(key), item)}"
+            for key, item in value.items()
+        ]
+        return "; ".join(inner) or "–"
     number = _number(value)
     if number is None:
         return str(value)
-    if name.endswith("_per_s"):
-        return f"{number:.3g}/s"
-    if name.endswith(("_s", "seconds", "_s_per_turn")):
-        return seconds(number)
-    if name.endswith(("ratio", "share")) or "_share_" in name:
-        return percent(number)
-    if "tokens" in name:
-        return tokens(number)
+    if name in _TTLS:
+        return ttl(number)
+    if name in _THRESHOLDS:
+        return threshold_tokens(number)
+    if name in _COUNTS:
+        return f"{number:,.0f}"
+    if name == "time_scale":
+        return f"{number:g} times"
+    if name.endswith("_us_per_token"):
+        return f"{number:.3g}\u00a0µs"
+    match _unit(name):
+        case "rate":
+            return f"{number:.3g}/s"
+        case "seconds":
+            return seconds(number)
+        case "share":
+            return percent(number)
+        case "tokens":
+            return tokens(number)
     return f"{int(number):,}" if number == int(number) and abs(number) < 1e15 else f"{number:.4g}"
 
 
-def _facts(facts: Mapping[str, Any]) -> str:
+def _facts(facts: Mapping[str, Any], names: Mapping[str, str] | None = None) -> str:
     rows = "".join(
-        f'<tr><td>{_text(str(name).replace("_", " "))}</td><td class="text">{_text(_named(str(name), value))}</td></tr>'
+        f"<tr><td>{_text((names or {}).get(str(name), str(name).replace('_', ' ')))}</td>"
+        f'<td class="text">{_text(_named(str(name), value))}</td></tr>'
         for name, value in facts.items()
     )
     return f'<div class="scroll"><table><tbody>{rows}</tbody></table></div>' if rows else ""
@@ -404,20 +555,35 @@ def _key_facts(facts: Mapping[str, Any]) -> str:
     """One sentence with the sample sizes, of those that are known."""
     costs = _mapping(facts.get("cost_observations"))
     known = [
-        f"{number:,.0f} {words}"
-        for number, words in (
+        f"{'' if number.is_integer() else 'about '}{number:,.0f} {words}"
+        for value, words in (
             (facts.get("turns"), "turns"),
-            (facts.get("conversations"), "conversations"),
+            (facts.get("conversations"), "conversations as the router saw them"),
             (facts.get("gaps"), "pauses that ended"),
             (costs.get("fetch"), "timed fetches"),
             (costs.get("recompute"), "timed recomputes"),
         )
-        if _number(number) is not None
+        if (number := _number(value)) is not None
     ]
     return f"<p>{_text(', '.join(known))}.</p>" if known else ""
 
 
-def _evidence(suggest: Mapping[str, Any]) -> str:
+def _populations(facts: Mapping[str, Any], turns: Mapping[str, Any]) -> str:
+    """Why the router's conversations are not as many as those the load played, where they are not."""
+    seen, played = _number(facts.get("conversations")), _number(turns.get("conversations"))
+    if seen is None or not played or seen == played:
+        return ""
+    text = f"The load played {played:,.0f} conversations; the router saw {seen:,.0f}."
+    if seen > played:
+        text += " A compacted or rewritten history that comes without an id counts as a new conversation there"
+        new = turns.get("new_to_router")
+        text += f": {new:,} turn{'s' if new > 1 else ''} here." if new else "."
+    else:
+        text += " The window need not cover the whole load."
+    return f'<p class="lead">{_text(text)}</p>'
+
+
+def _evidence(suggest: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
     parts = []
     window = _mapping(suggest.get("window"))
     facts: dict[str, Any] = {"source": suggest["source"]} if suggest.get("source") else {}
@@ -425,10 +591,13 @@ def _evidence(suggest: Mapping[str, Any]) -> str:
         facts["window_seconds"] = window["seconds"]
     facts |= _mapping(suggest.get("evidence"))
     if facts:
-        table = _facts(facts)
+        table = _facts(facts, _FACTS)
         if len(facts) > MANY_FACTS:
             table = f"<details><summary>All {len(facts)} facts</summary>{table}</details>"
-        parts.append(f'<div class="card"><h3>What the advice rests on</h3>{_key_facts(facts)}{table}</div>')
+        parts.append(
+            f'<div class="card"><h3>What the advice rests on</h3>{_key_facts(facts)}'
+            f"{_populations(facts, _mapping(figures.get('turns')))}{table}</div>"
+        )
     checks = [check for check in suggest.get("checks") or [] if isinstance(check, Mapping)]
     if checks:
         items = "".join(
@@ -460,7 +629,7 @@ def _books(result: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
     if total:
         everything = sum(total.values())
         rows = "".join(
-            f"<tr><td>{_text(str(name).replace('_', ' '))}</td><td>{n:,.0f}</td><td>{percent(n / everything)}</td>"
+            f"<tr><td>{_text(str(name).replace('_', ' '))}</td><td>{n:,.0f}</td><td>{_share(n / everything)}</td>"
             f'<td class="text">{_text(OUTCOMES.get(name, ""))}</td></tr>'
             for name, n in sorted(total.items(), key=lambda item: -item[1])
             if n
@@ -472,24 +641,10 @@ def _books(result: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
             "</table></div></div>"
         )
     if books:
-        lines = []
-        if books.get("turns") is not None and total:
-            lines.append(_equal("turns sent", books["turns"], "outcomes booked", sum(total.values())))
-        if books.get("reads_at_prefill") is not None and books.get("reads_released_at_decode") is not None:
-            lines.append(
-                _equal(
-                    "histories read, as prefill counts", books["reads_at_prefill"],
-                    "released as read, as decode counts", books["reads_released_at_decode"],
-                )
-            )  # fmt: skip
-        known = {"turns", "outcomes", "reads_at_prefill", "reads_released_at_decode", "violations", "checks", "ok"}
-        rest = {name: value for name, value in books.items() if name not in known}
-        failed = {name: ok for name, ok in _mapping(books.get("checks")).items() if not ok}
-        lines += [f"✗ {name}" for name in failed]
-        lines += [f"✓ {name}" for name in _mapping(books.get("checks")) if name not in failed]
-        if "violations" in books:
-            found = _violations(books["violations"])
-            lines += [f"✗ {item}" for item in found] or ["✓ no invariant violated"]
+        checks = _mapping(books.get("checks"))
+        lines = [f"✗ {name}" for name, good in checks.items() if not good]
+        lines += [f"✓ {name}" for name, good in checks.items() if good]
+        rest = {name: value for name, value in books.items() if name not in ("outcomes", "checks", "ok")}
         mark = (
             ""
             if "ok" not in books
@@ -500,22 +655,38 @@ def _books(result: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
         parts.append(
             f'<div class="card"><h3>Do the books balance? {mark}</h3><ul>'
             + "".join(f'<li class="{"wrong" if line[0] == "✗" else ""}">{_text(line)}</li>' for line in lines)
-            + f"</ul>{_facts(rest)}</div>"
+            + f"</ul>{_facts(rest, _BOOKED)}</div>"
         )
-    return f'<h2>Accounts</h2><section class="grid">{"".join(parts)}</section>' if parts else ""
+    parts.append(_decided(figures))
+    return f'<h2>Accounts</h2><section class="grid">{"".join(parts)}</section>' if any(parts) else ""
 
 
-def _violations(value: object) -> list[str]:
-    """What went wrong, from a list of texts, counts by kind, or a mere count."""
-    if isinstance(value, Mapping):
-        return [f"{str(name).replace('_', ' ')}: {_named('', n)}" for name, n in value.items() if n]
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return [f"{value} violations"] if value else []
-
-
-def _equal(left: str, a: float, right: str, b: float) -> str:
-    return f"{'✓' if a == b else '✗'} {a:,.0f} {left} {'=' if a == b else '≠'} {b:,.0f} {right}"
+def _decided(figures: Mapping[str, Any]) -> str:
+    """What prefill did about the histories, and the three things that “rewritten” might be taken for, told apart."""
+    decisions = {name: n for name, n in _mapping(figures.get("decisions")).items() if n}
+    if not decisions:
+        return ""
+    everything = sum(decisions.values())
+    rows = "".join(
+        f"<tr><td>{_text(_DECISIONS.get(name) or name.replace('/', ': ').replace('_', ' '))}</td>"
+        f"<td>{n:,.0f}</td><td>{_share(n / everything)}</td></tr>"
+        for name, n in sorted(decisions.items(), key=lambda item: -item[1])
+    )
+    recorded = _mapping(figures.get("turns")).get("recorded_rewrites")
+    outcome = _mapping(_mapping(figures.get("outcomes")).get("total")).get(Outcome.REWRITTEN, 0)
+    note = ""
+    if recorded is not None:
+        note = (
+            f"Three things to tell apart. Recorded rewrites: {recorded:,} turns whose history the recorded agent had "
+            f"changed. Fetches cut to the proven prefix: {decisions.get(CUT_FETCH, 0):,.0f}, where enough of such a "
+            f"history was still equal. Outcome “rewritten”: {outcome:,} turns where too little was."
+        )
+    return (
+        '<div class="card wide"><h3>What prefill decided about each prompt’s history</h3><div class="scroll"><table>'
+        f"<thead><tr><th>decision</th><th>prompts</th><th>share</th></tr></thead><tbody>{rows}</tbody></table></div>"
+        + (f'<p class="lead">{_text(note)}</p>' if note else "")
+        + "</div>"
+    )
 
 
 def _run(result: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
@@ -529,20 +700,27 @@ def _run(result: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
                 rows.append((f"{name}, {words}", one))
     for name, one in _mapping(figures.get("ttft_by_outcome")).items():
         if _mapping(one).get("n"):
-            rows.append((f"follow-up, {str(name).replace('_', ' ')}", one))
+            rows.append((f"follow-up, outcome {str(name).replace('_', ' ')}", one))
     if rows:
+        note = ["All answered turns of each kind; prompts differ in length from row to row."]
+        if _mapping(figures.get("comparison")).get("on_s") is not None:
+            note.append("These means are not the headline’s, which are at equal prompt lengths.")
+        note.append("Quantiles are nearest rank.")
+        keys = ("mean", "p50", "p90")
+        cells = iter(_column("ttft_s", [one.get(key) for _, one in rows for key in keys]))
         body = "".join(
             f"<tr><td>{_text(name)}</td><td>{one['n']:,}</td>"
-            + "".join(f"<td>{_text(seconds(_number(one.get(key))))}</td>" for key in ("mean", "p50", "p90"))
+            + "".join(f"<td>{_text(next(cells))}</td>" for _ in keys)
             + "</tr>"
             for name, one in rows
         )
         parts.append(
             '<div class="card"><h3>Time to first token, as clients saw it</h3><div class="scroll"><table><thead><tr>'
             f"<th>turns</th><th>n</th><th>mean</th><th>P50</th><th>P90</th></tr></thead><tbody>{body}</tbody></table>"
-            '</div><p class="lead">Quantiles are nearest rank. Prompts differ in length from row to row.</p></div>'
+            f'</div><p class="lead">{_text(" ".join(note))}</p></div>'
         )
-    settings = _facts(_mapping(result.get("settings")))
+    asked = _mapping(result.get("settings"))
+    settings = _facts({key: _UNSET.get(key) if value is None else value for key, value in asked.items()}, _RUN)
     calibration = _mapping(_mapping(result.get("simulated")).get("calibration"))
     if calibration:
         text = json.dumps(calibration, indent=2, ensure_ascii=False, default=str)

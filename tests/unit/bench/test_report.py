@@ -505,10 +505,13 @@ def test_every_mean_names_its_turns(result: dict[str, Any]) -> None:
     text = plain(result)
     assert "means over follow-up turns at equal prompt lengths" in text
     assert "mean time to first token, reuse on vs off: follow-up turns at equal prompt lengths" in text
-    assert "All answered turns of each kind." in text
+    assert "All answered turns of each kind; prompts differ" in text
     assert "TTFT, mean of all answered follow-up turns, with and without reuse, whatever their prompt lengths" in text
     assert "TTFT is over all answered follow-up turns, with and without reuse" in text
+    assert "These means are not the headline’s" in text
     assert "follow-up, outcome hit" in text
+    result["figures"]["comparison"] = {}
+    assert "not the headline’s" not in plain(result)
 
 
 @pytest.mark.usefixtures("no_charts")
