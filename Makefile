@@ -8,10 +8,11 @@ VLLM_VENV ?= .venv-vllm
 VLLM_PYTHON := $(VLLM_VENV)/bin/python
 TINY := $(VLLM_VENV)/tiny-model
 
-.PHONY: help demo test e2e e2e-prometheus e2e-vllm lint fmt check clean
+.PHONY: help demo demo-vllm test e2e e2e-prometheus e2e-vllm lint fmt check clean
 
 help:
 	@echo "make demo [ARGS='--json FILE ...']  the main job on simulated engines, with a report (about two minutes)"
+	@echo "make demo-vllm                      the same on a real vLLM pair on this machine's CPUs, with a tiny model"
 	@echo "make test                           the test suite"
 	@echo "make e2e                            against a real Prometheus and a real vLLM pair on this machine's CPUs"
 	@echo "make lint                           ruff and mypy --strict"
@@ -48,6 +49,9 @@ demo: $(BIN)/.demo
 
 test: $(BIN)/.dev
 	@$(BIN)/python -m pytest tests/unit tests/integration $(ARGS)
+
+demo-vllm: $(BIN)/.demo $(VLLM_VENV)/.ready
+	@$(BIN)/kvtune demo --engine vllm --vllm-python $(abspath $(VLLM_PYTHON)) --vllm-model $(abspath $(TINY)) $(ARGS)
 
 e2e: e2e-prometheus e2e-vllm
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
+from dataclasses import replace as replace_turn
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from kvtune_bench.calibration import Calibration, calibration, to_dict
 from kvtune_bench.demo_progress import Progress, live_progress
 from kvtune_bench.load import LoadSettings, TurnRecord, replay, simulated_answer
 from kvtune_bench.process import ChildProcess
-from kvtune_bench.traces import load_trace, plan
+from kvtune_bench.traces import Plan, load_trace, plan
+from kvtune_bench.vllm_pair import VllmConfig, VllmServer, free_port
 from kvtune_connector.policy import DEFAULT_THRESHOLD_TOKENS, DEFAULT_TTL_S
 from kvtune_telemetry.clock import ScaledClock
 from kvtune_tuning import api, recording
@@ -32,6 +34,11 @@ _MARK = ".kvtune-demo"
 SCRAPE_INTERVAL_S = 30.0
 """Model seconds between scrapes."""
 _POLL_WALL_S = 1.0
+_VLLM_CONTEXT = 2400
+_VLLM_HASTE = 20
+_VLLM_LONGEST_GAP_S = 8.0
+_VLLM_ANSWER_TOKENS = 24
+_VLLM_SCRAPE_S = 2.0
 SETTLE_S = 2.0
 """Model seconds after the last answer until the books are read: hand-overs finish."""
 
@@ -44,6 +51,12 @@ class DemoError(RuntimeError):
 class DemoSettings:
     """What to run. Times in model seconds."""
 
+    engine: str = "sim"
+    """sim: simulated engines; vllm: a real pair on this machine's CPUs."""
+    vllm_python: str = sys.executable
+    """The interpreter that has vLLM, NIXL and kvtune."""
+    vllm_model: Path | None = None
+    """A model's directory, as bench/scripts/make_tiny_model.py writes one."""
     model: str = "qwen3-32b"
     """A calibration preset or file."""
     prefill: int = 1
@@ -72,26 +85,41 @@ class DemoSettings:
         for name in ("duration_s", "time_scale", "ttl_s"):
             if not getattr(self, name) > 0:
                 raise DemoError(f"--{name.removesuffix('_s').replace('_', '-')} must be positive")
+        if self.engine not in ("sim", "vllm"):
+            raise DemoError(f"--engine is sim or vllm, got {self.engine!r}")
+        if self.engine == "vllm":
+            if self.time_scale != 1:
+                raise DemoError("real engines run in real time: --time-scale must be 1 with --engine vllm")
+            if self.vllm_model is None or not (self.vllm_model / "config.json").is_file():
+                raise DemoError(
+                    f"--engine vllm needs --vllm-model DIR with a model, got {self.vllm_model}; "
+                    "`make demo-vllm` installs vLLM and makes a small one"
+                )
         if not 0 <= self.holdout < 1:
             raise DemoError(f"--holdout is a share from 0 to below 1, got {self.holdout}")
 
 
 @dataclass(slots=True)
 class _Fleet:
-    prefill: list[ChildProcess] = field(default_factory=list)
-    decode: list[ChildProcess] = field(default_factory=list)
-    router_url: str = ""
-    metrics_url: str = ""
+    """Base addresses of what was started."""
 
-    def engine_urls(self, children: list[ChildProcess]) -> list[str]:
-        return [child.ready.split()[1] for child in children]
+    prefill: list[str] = field(default_factory=list)
+    decode: list[str] = field(default_factory=list)
+    router: str = ""
+    metrics: str = ""
 
     def targets(self) -> list[str]:
-        return [self.metrics_url, *(url + "/metrics" for url in self.engine_urls([*self.prefill, *self.decode]))]
+        return [self.metrics, *(url + "/metrics" for url in (*self.prefill, *self.decode))]
 
 
 def statement(model: Calibration, settings: DemoSettings) -> str:
-    """What is simulated, in plain words."""
+    """What is simulated and what is real, in plain words."""
+    if settings.engine == "vllm":
+        return (
+            "The engines are real: vLLM servers with NIXL on this machine's CPUs, no GPU. The model is small and its "
+            "weights are random, so its answers mean nothing and its times are this machine's. Recorded conversations "
+            f"are cut to {_VLLM_CONTEXT} tokens and their pauses shortened {_VLLM_HASTE} times."
+        )
     return (
         f"The engines are simulated: no GPU and no model ran. Their times follow the calibration {model.name}, "
         f"fitted to published measurements. Time is compressed {settings.time_scale:g} times; all seconds are model "
@@ -105,6 +133,7 @@ async def run_demo(settings: DemoSettings, out: Path) -> dict[str, Any]:
 
     Raises DemoError, TraceError, CalibrationError, ProcessError. Whatever happens, no process is left behind.
     """
+    real = settings.engine == "vllm"
     model = calibration(settings.model)
     pool = settings.pool_tokens if settings.pool_tokens is not None else model.pool_tokens
     if pool < 2 * model.context_tokens:
@@ -112,16 +141,21 @@ async def run_demo(settings: DemoSettings, out: Path) -> dict[str, Any]:
             f"--pool-tokens {pool}: an engine must hold at least two whole contexts of {model.context_tokens} tokens"
         )
     conversations = load_trace(settings.trace)
-    plans = plan(conversations, context_limit=model.context_tokens)
+    plans = plan(conversations, context_limit=_VLLM_CONTEXT if real else model.context_tokens)
+    if real:
+        plans = [hurried(one) for one in plans]
     logs, snapshots = out / "logs", out / "snapshots"
     _clear(out, logs, snapshots)
     async with AsyncExitStack() as stack:
         clock = ScaledClock.starting_now(settings.time_scale)
-        fleet = await _start(stack, settings, model, clock, logs)
+        fleet = await (_start_vllm if real else _start_simulated)(stack, settings, clock, logs)
+        await _start_router(stack, settings, fleet, clock, logs)
         began_unix = clock.unix()
         stop_scraping = asyncio.Event()
         scraping = asyncio.create_task(
-            recording.record(fleet.targets(), snapshots, clock, SCRAPE_INTERVAL_S, stop_scraping)
+            recording.record(
+                fleet.targets(), snapshots, clock, _VLLM_SCRAPE_S if real else SCRAPE_INTERVAL_S, stop_scraping
+            )
         )
         stack.push_async_callback(_cancelled, scraping)
         with live_progress(settings.duration_s, clock) as progress:
@@ -130,7 +164,7 @@ async def run_demo(settings: DemoSettings, out: Path) -> dict[str, Any]:
             records = await _replay(plans, settings, model, fleet, clock, progress, scraping)
             polling.cancel()
         await clock.sleep(SETTLE_S)
-        states = await _states(fleet)
+        states = [] if real else await _states(fleet)
         stop_scraping.set()
         await scraping
         ended_s = clock.unix() - began_unix
@@ -153,45 +187,83 @@ async def _cancelled(task: asyncio.Task[Any]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def _start(
-    stack: AsyncExitStack, settings: DemoSettings, model: Calibration, clock: ScaledClock, logs: Path
-) -> _Fleet:
-    fleet = _Fleet()
-    roles = ["prefill"] * settings.prefill + ["decode"] * settings.decode
+def hurried(one: Plan) -> Plan:
+    """A conversation with shorter pauses and answers, for engines that take their own time."""
+    turns = tuple(
+        replace_turn(
+            turn,
+            gap_s=None if turn.gap_s is None else min(turn.gap_s / _VLLM_HASTE, _VLLM_LONGEST_GAP_S),
+            output_tokens=min(turn.output_tokens, _VLLM_ANSWER_TOKENS),
+        )
+        for turn in one.turns
+    )
+    return Plan(one.id, turns)
 
-    async def child(name: str, *arguments: str) -> ChildProcess:
-        command = [sys.executable, "-m", "kvtune_cli", *arguments]
-        started = await ChildProcess.start(name, command, logs / f"{name}.log")
-        stack.push_async_callback(started.stop)
-        return started
+
+async def _child(stack: AsyncExitStack, logs: Path, name: str, *arguments: str) -> ChildProcess:
+    command = [sys.executable, "-m", "kvtune_cli", *arguments]
+    started = await ChildProcess.start(name, command, logs / f"{name}.log")
+    stack.push_async_callback(started.stop)
+    return started
+
+
+def _roles(settings: DemoSettings) -> list[str]:
+    return ["prefill"] * settings.prefill + ["decode"] * settings.decode
+
+
+async def _start_vllm(stack: AsyncExitStack, settings: DemoSettings, _: ScaledClock, logs: Path) -> _Fleet:
+    assert settings.vllm_model is not None
+    fleet, servers = _Fleet(), []
+    for number, role in enumerate(_roles(settings)):
+        config = VllmConfig(
+            role=role, python=settings.vllm_python, model=settings.vllm_model, port=free_port(),
+            side_channel_port=free_port(), ttl_s=settings.ttl_s, threshold_tokens=settings.threshold_tokens,
+        )  # fmt: skip
+        server = await VllmServer.spawn(config, logs / f"{role}-{number}.log")
+        stack.push_async_callback(server.stop)
+        servers.append(server)
+        (fleet.prefill if role == "prefill" else fleet.decode).append(server.url)
+    await asyncio.gather(*(server.ready() for server in servers))
+    return fleet
+
+
+async def _start_simulated(stack: AsyncExitStack, settings: DemoSettings, clock: ScaledClock, logs: Path) -> _Fleet:
+    fleet = _Fleet()
 
     async def engine(number: int, role: str) -> ChildProcess:
-        return await child(
-            f"{role}-{number}",
+        return await _child(
+            stack, logs, f"{role}-{number}",
             *("bench", "engine", "--role", role, "--model", settings.model, "--time-scale", clock.spec()),
             *("--ttl", f"{settings.ttl_s}", "--threshold", f"{settings.threshold_tokens}"),
             *("--seed", f"{settings.seed * 100 + number}"),
             *(("--pool-tokens", f"{settings.pool_tokens}") if settings.pool_tokens else ()),
             "--prefix-caching" if role == "decode" or settings.prefill_cache else "--no-prefix-caching",
-        )
+        )  # fmt: skip
 
-    started = await asyncio.gather(*(engine(number, role) for number, role in enumerate(roles)), return_exceptions=True)
-    for result in started:
+    tasks = (engine(number, role) for number, role in enumerate(_roles(settings)))
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
-        (fleet.prefill if result.name.startswith("prefill") else fleet.decode).append(result)
-    router = await child(
-        "router",
-        *("router", "--port", "0", "--metrics-port", "0", "--time-scale", clock.spec(), "--outcome-header"),
+        url = result.ready.split()[1]
+        (fleet.prefill if result.name.startswith("prefill") else fleet.decode).append(url)
+    return fleet
+
+
+async def _start_router(
+    stack: AsyncExitStack, settings: DemoSettings, fleet: _Fleet, clock: ScaledClock, logs: Path
+) -> None:
+    router = await _child(
+        stack, logs, "router",
+        *("router", "--port", "0", "--metrics-port", "0", "--outcome-header"),
+        *(() if settings.engine == "vllm" else ("--time-scale", clock.spec())),
         *("--ttl", f"{settings.ttl_s}", "--holdout", f"{settings.holdout}", "--log-format", "json"),
         # Which conversations are held out depends on it; with the seed alone two runs would differ.
         *("--identity-key", f"demo-{settings.seed}"),
-        *(part for url in fleet.engine_urls(fleet.prefill) for part in ("--prefill", url)),
-        *(part for url in fleet.engine_urls(fleet.decode) for part in ("--decode", url)),
-    )
+        *(part for url in fleet.prefill for part in ("--prefill", url)),
+        *(part for url in fleet.decode for part in ("--decode", url)),
+    )  # fmt: skip
     announced = orjson.loads(router.ready)
-    fleet.router_url, fleet.metrics_url = announced["ready"], announced["metrics"]
-    return fleet
+    fleet.router, fleet.metrics = announced["ready"], announced["metrics"]
 
 
 async def _replay(
@@ -203,15 +275,18 @@ async def _replay(
     progress: Progress,
     scraping: asyncio.Task[Any],
 ) -> list[TurnRecord]:
+    real = settings.engine == "vllm"
     load = LoadSettings(
-        base_url=fleet.router_url,
-        model=model.name,
+        base_url=fleet.router,
+        model="tiny" if real else model.name,
+        extra_body={"ignore_eos": True} if real else {},
         concurrency=settings.conversations,
         duration_s=settings.duration_s,
         ramp_s=min(240.0, settings.duration_s / 4),
         seed=settings.seed,
     )
-    playing = asyncio.create_task(replay(plans, load, clock=clock, on_turn=progress.turn, expect=simulated_answer))
+    expect = None if real else simulated_answer
+    playing = asyncio.create_task(replay(plans, load, clock=clock, on_turn=progress.turn, expect=expect))
     try:
         await asyncio.wait({playing, scraping}, return_when=asyncio.FIRST_COMPLETED)
         if not playing.done():
@@ -249,7 +324,7 @@ async def _states(fleet: _Fleet) -> list[dict[str, Any]]:
     states = []
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10.0)) as session:
-            for url in fleet.engine_urls([*fleet.prefill, *fleet.decode]):
+            for url in (*fleet.prefill, *fleet.decode):
                 async with session.get(f"{url}/sim/state") as answer:
                     states.append(orjson.loads(await answer.read()))
     except (aiohttp.ClientError, TimeoutError) as error:
@@ -281,9 +356,9 @@ def _result(
     return {
         "schema": SCHEMA,
         "simulated": {
-            "model": model.name,
+            "model": "a random model" if settings.engine == "vllm" else model.name,
             "statement": statement(model, settings),
-            "calibration": to_dict(model),
+            **({} if settings.engine == "vllm" else {"calibration": to_dict(model)}),
             "time_scale": settings.time_scale,
         },
         "settings": plain,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 
 
 def demo(
+    engine: Annotated[str, typer.Option("--engine", help="sim, or vllm: a real pair on this machine's CPUs")] = "sim",
     model: Annotated[str, typer.Option("--model", help="qwen3-32b, glm-5-fp8 or a calibration file")] = "qwen3-32b",
     prefill: Annotated[int, typer.Option("--prefill", help="prefill engines")] = 1,
     decode: Annotated[int, typer.Option("--decode", help="decode engines")] = 1,
@@ -19,9 +21,15 @@ def demo(
     prefill_cache: Annotated[
         bool, typer.Option("--prefill-cache/--no-prefill-cache", help="P's own prefix cache; off as published")
     ] = False,
-    conversations: Annotated[int, typer.Option("--conversations", help="conversations at once")] = 32,
-    duration: Annotated[float, typer.Option("--duration", help="model seconds to replay")] = 1500.0,
-    time_scale: Annotated[float, typer.Option("--time-scale", help="model seconds in a wall second")] = 20.0,
+    conversations: Annotated[
+        int | None, typer.Option("--conversations", help="conversations at once [32; vllm: 4]")
+    ] = None,
+    duration: Annotated[
+        float | None, typer.Option("--duration", help="model seconds to replay [1500; vllm: 90]")
+    ] = None,
+    time_scale: Annotated[
+        float | None, typer.Option("--time-scale", help="model seconds in a wall second [20; vllm: 1]")
+    ] = None,
     holdout: Annotated[float, typer.Option("--holdout", help="share served without reuse, to compare")] = 0.2,
     seed: Annotated[int, typer.Option("--seed", help="of conversations and noise")] = 1,
     trace: Annotated[Path | None, typer.Option("--trace", help="conversations (CSV) instead of the sample")] = None,
@@ -29,6 +37,10 @@ def demo(
         Path | None,
         typer.Option("--out", help="directory for report, snapshots and logs; an earlier demo's are replaced"),
     ] = None,
+    vllm_python: Annotated[
+        str | None, typer.Option("--vllm-python", help="interpreter that has vLLM, NIXL and kvtune [this one]")
+    ] = None,
+    vllm_model: Annotated[Path | None, typer.Option("--vllm-model", help="a model's directory")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="write all figures and the advice here")] = None,
 ) -> None:
     """Simulated engines, the real router, real conversations; then what `kvtune suggest` makes of the scrapes.
@@ -43,8 +55,14 @@ def demo(
     from kvtune_bench.traces import TraceError
     from kvtune_cli.errors import fail
 
+    real = engine == "vllm"
+    usual = (4, 90.0, 1.0) if real else (32, 1500.0, 20.0)
+    conversations = usual[0] if conversations is None else conversations
+    duration = usual[1] if duration is None else duration
+    time_scale = usual[2] if time_scale is None else time_scale
     try:
         settings = DemoSettings(
+            engine=engine, vllm_python=vllm_python or sys.executable, vllm_model=vllm_model,
             model=model, prefill=prefill, decode=decode, ttl_s=ttl, threshold_tokens=threshold,
             pool_tokens=pool_tokens, prefill_cache=prefill_cache, conversations=conversations, duration_s=duration,
             time_scale=time_scale, holdout=holdout, seed=seed, trace=trace,
