@@ -13,7 +13,9 @@ def record(
         list[str], typer.Option("--scrape", metavar="URL", help="A /metrics address; repeat per target.")
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory for the snapshots; created if missing.")],
-    interval: Annotated[str, typer.Option("--interval", metavar="DURATION", help="Time between scrapes.")] = "15s",
+    interval: Annotated[
+        str | None, typer.Option("--interval", metavar="DURATION", help="Time between scrapes [15s].")
+    ] = None,
     duration: Annotated[
         str | None, typer.Option("--duration", metavar="DURATION", help="Stop after so long; default: until Ctrl-C.")
     ] = None,

@@ -25,10 +25,13 @@ def suggest(
             "--window", metavar="DURATION", help="Use the last so long: 90s, 1h, 7d. Prometheus: 1h by default."
         ),
     ] = None,
-    interval: Annotated[str, typer.Option("--interval", metavar="DURATION", help="Time between live scrapes.")] = "5s",
+    interval: Annotated[
+        str | None, typer.Option("--interval", metavar="DURATION", help="Time between live scrapes [5s].")
+    ] = None,
     duration: Annotated[
-        str, typer.Option("--duration", metavar="DURATION", help="How long to scrape live; Ctrl-C ends it early.")
-    ] = "60s",
+        str | None,
+        typer.Option("--duration", metavar="DURATION", help="How long to scrape live [60s]; Ctrl-C ends it early."),
+    ] = None,
     output: Annotated[str, typer.Option("--format", metavar="table|json|yaml", help="What to print.")] = "table",
     explain: Annotated[bool, typer.Option("--explain", help="Print formulas, numbers and queries too.")] = False,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 4 when a change is advised.")] = False,

@@ -35,7 +35,7 @@ FIRST = {
 }  # fmt: skip
 NOISE = 0.05
 """Largest difference of a top-5 log-probability between read and computed KV (bf16; 0.008 seen)."""
-TTL_S = 60.0
+TTL_S = 150.0
 
 
 class Pair:
@@ -501,18 +501,3 @@ async def test_decode_that_is_killed_and_comes_back(pair: Pair) -> None:
     assert await turn() in ("engine_gone", "read_failed")
     assert await turn() == "hit"
     await floor(pair)
-
-
-async def test_a_stock_pair_fails_the_foreign_reference(pair: Pair) -> None:
-    """What the proof is worth: without it the same two requests give wrong answers, and HTTP 200."""
-    await pair.p.stop()
-    await pair.d.stop()
-    pair.p = await pair.server("prefill", connector="stock")
-    pair.d = await pair.server("decode", connector="stock")
-    await asyncio.gather(pair.p.ready(), pair.d.ready())
-    await pair.turn(text("warm", 200))
-    _, d = await pair.turn(text("mine", 420))
-    foreign = text("another", 420)
-    p, d = await pair.turn(foreign, d["kv_transfer_params"])
-    want_p, _ = await clean(pair, foreign)
-    assert difference(top(p), want_p) > NOISE

@@ -12,6 +12,7 @@ from typing import Any
 from kvtune_tuning import threshold, ttl
 from kvtune_tuning.errors import TuningError
 from kvtune_tuning.evidence import Evidence
+from kvtune_tuning.wording import digits
 
 SCHEMA = "kvtune.suggest/1"
 ROUTER_TTL_FLAG = "--ttl"
@@ -69,6 +70,7 @@ def build(
             "start_unix": start,
             "end_unix": end,
             "seconds": end - start,
+            "model_time": evidence.model_time,
         },
         "evidence": evidence.facts,
         "recommendations": recommendations,
@@ -215,7 +217,7 @@ def _rollback(evidence: Evidence, recommendations: list[dict[str, Any]]) -> dict
         engines.append(_extra("prefill", {"bidirectional_kv_xfer": True, threshold.SETTING: tau["current"]}))
     if ttl_now["status"] == "change" or off:
         engines.append(_extra("decode", {"bidirectional_kv_xfer": True, ttl.SETTING: ttl_now["current"]}))
-        router = f"{ROUTER_TTL_FLAG} {ttl_now['current']:g}"
+        router = f"{ROUTER_TTL_FLAG} {digits(ttl_now['current'])}"
     return {"engines": engines, "router": router, "note": "Puts back what is in force now."} if engines else None
 
 
@@ -224,19 +226,29 @@ def _explain(
 ) -> dict[str, Any]:
     i = evidence.ttl
     curve = i.curves.tokens
+    kappa = f"{i.kappa:.3g}" if evidence.facts["kappa"] is not None else f"{_UNKNOWN}, 1 is used"
+    useful = f"{i.useful:.3g}" if evidence.facts["useful_share"] is not None else f"{_UNKNOWN}, 1 is used"
+    memory = ttl_advice.memory_s
     return {
         "ttl": [
-            "mean retained tokens m(T) = rate of ended tokens x integral of S(t) to T (Little)",
-            "variance s2(T) = rate of ended tokens^2 x the same integral with squared weights (Campbell)",
-            f"memory: the longest T with active + m + {ttl.Z_P99} s <= {ttl.POOL_SHARE} x pool",
-            f"rate {i.token_rate:.4g} tokens/s, {i.token_squared_rate:.4g} tokens^2/s on the tightest decode engine; "
-            f"kappa {i.kappa:.3g}",
-            f"pool {_number(i.pool_tokens)} tokens; active {_number(i.active_mean)} +- "
-            f"{_number(math.sqrt(i.active_variance))} tokens; P99 usage {_number(i.usage_p99)}",
-            f"value: the T that maximises useful x F(T - {i.margin_s:g}) - (1/beta) x integral of S; "
-            f"beta = saving x pool / scarcity = {_number(ttl_advice.break_even_s)} s; useful {i.useful:.3g}",
-            f"memory TTL {_number(ttl_advice.memory_s)} s; value TTL {_number(ttl_advice.value_s)} s; "
-            f"all returns that were seen are reached by {ttl.reach_ttl(i):g} s",
+            "S(t): share of what ended that has not returned t seconds later; F = 1 - S",
+            "mean retained tokens m(T) = kappa x rate of ended tokens x integral of S(t) to T (Little)",
+            "variance s2(T) = kappa x rate of ended tokens^2 x the same integral, squared weights (Campbell)",
+            f"memory: the longest T with active + m + z x sqrt(s2 + active's variance) <= {ttl.POOL_SHARE} x pool",
+            f"z = {ttl.Z_P99}: so many standard deviations (sigma) above the mean is the 99th percentile",
+            "kappa: tokens that decode was seen to retain, over what the pauses predict",
+            f"kappa {kappa}; rate {i.token_rate:.4g} tokens/s, {i.token_squared_rate:.4g} tokens^2/s on the "
+            "tightest decode engine",
+            f"pool {_number(i.pool_tokens, ' tokens')}; active {_number(i.active_mean, ' tokens')}, "
+            f"sigma {_number(math.sqrt(i.active_variance) if i.active_mean is not None else None, ' tokens')}; "
+            f"measured P99 usage {_number(i.usage_p99)}",
+            f"value: the T that maximises useful x F(T - {i.margin_s:g}) - (1/beta) x integral of S",
+            "useful: share of the tokens of in-time returns that P really fetched, and did not hold itself",
+            "beta = saving x pool / scarcity: how long a token may be held for what fetching it saves",
+            f"useful {useful}; beta {_number(ttl_advice.break_even_s, ' s')}",
+            f"memory TTL {'unbounded' if memory is not None and math.isinf(memory) else _number(memory, ' s')}; "
+            f"value TTL {_number(ttl_advice.value_s, ' s')}; reach {ttl.reach_ttl(i):g} s (all but "
+            f"{100 * (1 - ttl.ENOUGH):.1g} % of the returns that were seen)",
         ],
         "survival": [
             {"seconds": float(t), "turns": float(a), "tokens": float(b)}
@@ -249,7 +261,7 @@ def _explain(
                 for name, line in (("recompute", threshold_advice.recompute), ("fetch", threshold_advice.fetch))
                 if line is not None
             ),
-            f"n* = {_number(threshold_advice.crossing)} tokens",
+            f"n* (where both cost the same): {_number(threshold_advice.crossing, ' tokens')}",
         ],
         "costs": [
             {
@@ -267,8 +279,11 @@ def _explain(
     }
 
 
-def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.4g}"
+_UNKNOWN = "not known yet"
+
+
+def _number(value: float | None, unit: str = "") -> str:
+    return _UNKNOWN if value is None else f"{value:.4g}{unit}"
 
 
 def exit_code(document: dict[str, Any], *, signal_change: bool = False) -> int:

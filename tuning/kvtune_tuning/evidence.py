@@ -15,6 +15,7 @@ from kvtune_tuning.errors import TuningError
 from kvtune_tuning.gaps import GapCurves, Survival, mean_held, survival
 from kvtune_tuning.lines import CostPoint, saving_per_token
 from kvtune_tuning.series import Floats, Series, SeriesSet
+from kvtune_tuning.wording import digits
 
 MAX_STRETCHES = 30
 """Stretches the window is cut into for cost points."""
@@ -22,6 +23,14 @@ KAPPA_RANGE = (0.25, 4.0)
 """Beyond it observed and predicted retention are about different things, and neither is believed."""
 MIN_PREDICTED_SHARE = 0.002
 """Share of the pool that must be predicted as retained before a correction factor means anything."""
+
+
+MAX_USAGE = 1.5
+"""Above it a usage is no share of the pool. A little over 1 may be rounding."""
+MAX_GAUGE = 1e15
+"""No pool, no setting and no number of requests is larger."""
+MAX_AHEAD_S = 10.0
+"""Scrapes further ahead of the wall clock are in the time of a simulation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,8 @@ class Evidence:
     ttl_setting: Setting
     threshold_setting: Setting
     missing_router: bool
+    model_time: bool = False
+    """Times are those of a scaled simulation, not the wall clock's."""
     explain: tuple[str, ...] = field(default=())
 
 
@@ -78,6 +89,7 @@ def gather(series: SeriesSet) -> Evidence:
     Raises TuningError: `no_kvtune_series` where nothing of kvtune's is there, `window_too_short` with one scrape only.
     """
     start, end = _window(series)
+    series, implausible, left_out = _plausible(series)
     roles = _roles(series)
     routers = sorted({s.target for s in series.named("kvtune_turns_total")})
     checks: list[Check] = []
@@ -131,6 +143,7 @@ def gather(series: SeriesSet) -> Evidence:
         ttft_followup_s=ttft,
     )
     restarts = _restarts(series)
+    checks += implausible
     checks += _setting_checks(series, ttl_setting, threshold_setting, margin)
     checks += _target_checks(series, routers, roles, pools)
     checks += _event_checks(series, restarts, start, end)
@@ -166,10 +179,12 @@ def gather(series: SeriesSet) -> Evidence:
             "decode": list(pools.targets),
         },
         "scrapes": int(sum(len(t) for t in series.scrapes.values())),
+        "scrape_rounds": max(len(t) for t in series.scrapes.values()),
+        "scraped_targets": len(series.scrapes),
         "scrape_interval_s": _interval(series),
         "series": len(series.series),
         "samples": series.samples(),
-        "samples_dropped": series.not_finite,
+        "samples_dropped": series.not_finite + left_out,
         "models": sorted({m for s in series.named("kvtune_connector_setting") if (m := s.label("model_name"))}),
         "turns": series.increase("kvtune_turns_total") or 0.0,
         "turns_by_outcome": _by(series, "kvtune_turns_total", "outcome"),
@@ -189,6 +204,7 @@ def gather(series: SeriesSet) -> Evidence:
             "expiry_margin_seconds": _stated(margin),
         },
         "pool_tokens": pool,
+        "pools_differ": len({pools.tokens.get(t) for t in pools.targets}) > 1,
         "decode_engines": len(pools.targets),
         "kv_usage_p99": usage.p99,
         "active_tokens_mean": usage.active_mean,
@@ -198,6 +214,7 @@ def gather(series: SeriesSet) -> Evidence:
         "retained_tokens_mean": held_observed,
         "retained_tokens_predicted": held_predicted,
         "kappa": kappa,
+        "holdout_ratio": _holdout(series),
         "useful_share": useful if useful_known else None,
         "saving_us_per_token": None if saving is None else 1e6 * saving,
         "ttft_followup_mean_s": ttft,
@@ -207,10 +224,12 @@ def gather(series: SeriesSet) -> Evidence:
         },
     }
     return Evidence(
-        start, end, facts, tuple(checks), ttl_inputs, threshold_inputs, ttl_setting, threshold_setting, not routers
-    )
+        start, end, facts, tuple(checks), ttl_inputs, threshold_inputs, ttl_setting, threshold_setting, not routers,
+        series.ahead_s > MAX_AHEAD_S,
+    )  # fmt: skip
 
 
+_COUNTERS = ("_total", "_bucket", "_count", "_sum")
 _ENDS = ("kvtune_turn_ends_total", "kvtune_turn_end_tokens_total", "kvtune_turn_end_tokens_squared_total")
 _GAPS = ("kvtune_turn_gap_seconds_bucket", "kvtune_turn_gap_tokens_bucket", "kvtune_turn_gap_tokens_squared_bucket")
 
@@ -230,6 +249,46 @@ def _window(series: SeriesSet) -> tuple[float, float]:
             "Record for longer, or give a longer --window.",
         )
     return start, end
+
+
+def _plausible(series: SeriesSet) -> tuple[SeriesSet, list[Check], int]:
+    """The series without values that cannot be, what to say about those, and how many they are.
+
+    Nothing that is read can be negative, a usage is a share, and no gauge is astronomic.
+    """
+    kept = []
+    dropped: dict[tuple[str, str], list[float]] = {}
+    for one in series.series:
+        most = math.inf
+        if one.name == "vllm:kv_cache_usage_perc":
+            most = MAX_USAGE
+        elif not one.name.endswith(_COUNTERS):
+            most = MAX_GAUGE
+        good = (one.values >= 0) & (one.values <= most)
+        if not good.all():
+            key = (one.label("setting") or one.name, one.target)
+            dropped.setdefault(key, []).extend(float(v) for v in one.values[~good])
+            one = Series(one.name, one.labels, one.target, one.times[good], one.values[good])
+        if len(one.times):
+            kept.append(one)
+    if not dropped:
+        return series, [], 0
+    checks = [
+        Check(
+            "implausible",
+            "warning",
+            f"{target}: {len(values)} value(s) of {name} cannot be, e.g. {values[0]:.3g}; they were left out",
+        )
+        for (name, target), values in sorted(dropped.items())
+    ]
+    rest = SeriesSet(tuple(kept), series.scrapes, series.not_finite, series.notes, series.ahead_s)
+    return rest, checks, sum(len(values) for values in dropped.values())
+
+
+def _holdout(series: SeriesSet) -> float | None:
+    """Share of conversations that the routers hold out from reuse."""
+    found = series.named("kvtune_router_setting", setting="holdout_ratio")
+    return max(float(s.values[-1]) for s in found) if found else None
 
 
 def _roles(series: SeriesSet) -> dict[str, str]:
@@ -272,10 +331,11 @@ def _pools(series: SeriesSet, roles: dict[str, str]) -> _Pools:
         for info in series.named("vllm:cache_config_info"):
             if info.target == target:
                 try:
-                    total += float(info.label("block_size") or "") * float(info.label("num_gpu_blocks") or "")
+                    block, blocks = float(info.label("block_size") or ""), float(info.label("num_gpu_blocks") or "")
                 except ValueError:
                     continue
-        if total > 0:
+                total += block * blocks if block > 0 and blocks > 0 else 0.0
+        if 0 < total <= MAX_GAUGE:
             tokens[target] = total
     retained = {
         t: sum(s.increase() for s in series.named("kvtune_retention_tokens_total") if s.target == t) for t in targets
@@ -534,7 +594,7 @@ def _restarts(series: SeriesSet) -> dict[str, int]:
     """Restarts by target: times at which any of its counters went backwards."""
     times: dict[str, set[float]] = {}
     for one in series.series:
-        if one.name.endswith(("_total", "_bucket", "_count", "_sum")):
+        if one.name.endswith(_COUNTERS):
             for when in one.resets():
                 times.setdefault(one.target, set()).add(float(when))
     return {target: len(found) for target, found in sorted(times.items())}
@@ -546,12 +606,13 @@ def _setting_checks(series: SeriesSet, ttl_now: Setting, tau: Setting, margin: S
         if setting.assumed:
             checks.append(Check(
                 "assumed_setting", "warning",
-                f"{name} is not exposed; vLLM's default {setting.value:g}{unit} is assumed",
+                f"{name} is not exposed; vLLM's default {digits(setting.value)}{unit} is assumed",
             ))  # fmt: skip
         elif len(setting.values) > 1:
-            listed = ", ".join(f"{v:g}" for v in setting.values)
+            listed = ", ".join(digits(v) for v in setting.values)
             checks.append(Check(
-                "mixed_settings", "warning", f"{name} differs between engines ({listed}); {setting.value:g} is taken",
+                "mixed_settings", "warning",
+                f"{name} differs between engines ({listed}); {digits(setting.value)} is taken",
             ))  # fmt: skip
         changed = [s for s in series.named("kvtune_connector_setting", setting=name) if np.ptp(s.values) > 0]
         if changed:
@@ -566,26 +627,35 @@ def _setting_checks(series: SeriesSet, ttl_now: Setting, tau: Setting, margin: S
     defaults = series.named("kvtune_router_setting", setting="default_ttl_seconds")
     if defaults:
         highest = max(float(s.values[-1]) for s in defaults)
-        if highest > ttl_now.value:
+        if ttl_now.assumed:
+            checks.append(Check(
+                "router_ttl", "info",
+                f"router TTL {digits(highest)} s was not compared with decode's, which is not exposed",
+            ))  # fmt: skip
+        elif highest > ttl_now.value:
             checks.append(Check(
                 "router_ttl", "error",
-                f"the router assumes {highest:g} s where decode does not say, but decode keeps KV for "
-                f"{ttl_now.value:g} s: it hands over references that have lapsed",
+                f"the router assumes {digits(highest)} s where decode does not say, but decode keeps KV for "
+                f"{digits(ttl_now.value)} s: it hands over references that have lapsed",
             ))  # fmt: skip
         else:
-            checks.append(Check("router_ttl", "ok", f"router TTL {highest:g} s fits decode's {ttl_now.value:g} s"))
+            checks.append(
+                Check("router_ttl", "ok", f"router TTL {digits(highest)} s fits decode's {digits(ttl_now.value)} s")
+            )
     margins = series.named("kvtune_router_setting", setting="margin_seconds")
-    if margins:
+    if margins and not margin.assumed:
         least = min(float(s.values[-1]) for s in margins)
         if least < margin.value:
             checks.append(Check(
                 "router_margin", "warning",
-                f"the router's margin {least:g} s is below the {margin.value:g} s in which prefill declines a read",
+                f"the router's margin {digits(least)} s is below the {digits(margin.value)} s in which prefill "
+                "declines a read",
             ))  # fmt: skip
     if ttl_now.value <= margin.value:
         checks.append(Check(
             "ttl_useless", "error",
-            f"a TTL of {ttl_now.value:g} s is used up by prefill's {margin.value:g} s margin: nothing can be read back",
+            f"a TTL of {digits(ttl_now.value)} s is used up by prefill's {digits(margin.value)} s margin: nothing can "
+            "be read back",
         ))  # fmt: skip
     return checks
 

@@ -14,6 +14,8 @@ from kvtune_tuning.errors import TuningError
 from kvtune_tuning.names import NEEDED
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_KNOWN = re.compile(r"^[ \t]*(?:kvtune_|vllm:)", re.MULTILINE)
+KNOWN_HINT = "Give the router's metrics port (http://router:9400/metrics) or an engine's /metrics."
 _EXEMPLAR = re.compile(r"\s#\s*\{.*$")
 _SAMPLE = re.compile(r"^(?P<key>[a-zA-Z_:][a-zA-Z0-9_:]*\s*(?:\{.*\})?)\s*(?<=[\s}])(?P<value>\S+)(?:\s+\S+)?$")
 
@@ -71,6 +73,18 @@ def parse(text: str, where: str, needed: Collection[str] = NEEDED) -> Parsed:
     return Parsed(tuple(samples), not_finite)
 
 
+def check_known(text: str, where: str, *, thoroughly: bool = True) -> None:
+    """Refuse what is no exposition of a router or an engine. `thoroughly`: read the needed lines too.
+
+    Raises TuningError: `not_an_exposition`, or `no_known_series` where no series of kvtune or vLLM is in it.
+    """
+    if thoroughly:
+        parse(text, where)
+    if not _KNOWN.search(text):
+        what = "an exposition without kvtune_ or vllm: series" if text.strip() else "an empty page, not metrics"
+        raise TuningError("no_known_series", f"{where}: {what}", KNOWN_HINT)
+
+
 @lru_cache(maxsize=65536)
 def _labels(key: str) -> frozenset[tuple[str, str]]:
     """The labels of `name{...}`; the same series comes in every scrape, so each is parsed once."""
@@ -82,5 +96,5 @@ def _malformed(where: str, line: int, why: str) -> TuningError:
     return TuningError(
         "not_an_exposition",
         f"{where}, line {line}: not a Prometheus exposition ({why})",
-        "Give the address of a /metrics endpoint, or a directory written by `kvtune record`.",
+        "Give the address of a /metrics page, the router's is on port 9400, or a directory of `kvtune record`.",
     )

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from kvtune_telemetry.clock import Clock
 from kvtune_tuning.errors import TuningError, UsageError
+from kvtune_tuning.exposition import check_known
 
 if TYPE_CHECKING:
     import httpx
@@ -48,7 +49,7 @@ def without_secrets(url: str) -> str:
 
 
 def normalise(url: str) -> str:
-    """A target's full address: `host:9100` becomes `http://host:9100/metrics`. Raises UsageError if none."""
+    """A target's full address: `host:9400` becomes `http://host:9400/metrics`. Raises UsageError if none."""
     full = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(full)
@@ -59,7 +60,7 @@ def normalise(url: str) -> str:
         raise UsageError(
             "bad_url",
             f"not an http(s) address: {without_secrets(url)!r}",
-            "Give e.g. --scrape http://host:9100/metrics",
+            "Give e.g. --scrape http://router:9400/metrics",
         )
     if parts.path in ("", "/"):
         parts = parts._replace(path="/metrics")
@@ -167,24 +168,34 @@ async def scrape_rounds(
     """Scrape all targets every `interval_s` seconds of `clock` until `stop` is set or `duration_s` have passed.
 
     The last round is taken at the end, whatever ends it, so that nothing that was counted is lost. A failed scrape is
-    counted and the round goes on; a first round in which no target answers raises that TuningError. Sink errors are
+    counted and the round goes on; a first round in which no target answers raises that TuningError, and so does one in
+    which a target shows anything but metrics of kvtune or vLLM. Later such a page is a failed scrape. Sink errors are
     raised.
     """
     if not interval_s > 0:
         raise UsageError("bad_interval", f"interval must be positive, got {interval_s}", "Give e.g. --interval 5s")
     done = Recording()
+    known: set[str] = set()
+    strangers: list[TuningError] = []
 
     async def one(name: str, url: str) -> TuningError | None:
         try:
             text = await fetch(url)
+            # Stamped on arrival: the counters are no older than that.
+            arrived = clock.unix()
+            try:
+                check_known(text, without_secrets(url), thoroughly=name not in known)
+            except TuningError as error:
+                strangers.append(error)
+                raise
         except TuningError as error:
             done.failures[name] = done.failures.get(name, 0) + 1
             done.last_failure[name] = error.message
             if complain is not None:
                 complain(error.message)
             return error
-        # Stamped on arrival: the counters are no older than that.
-        sink(clock.unix(), name, text)
+        known.add(name)
+        sink(arrived, name, text)
         done.snapshots += 1
         return None
 
@@ -194,6 +205,8 @@ async def scrape_rounds(
         results = await asyncio.gather(*(one(name, url) for name, url in targets.items()))
         done.rounds += 1
         failed = [result for result in results if result is not None]
+        if done.rounds == 1 and strangers:
+            raise strangers[0]
         if done.rounds == 1 and len(failed) == len(targets):
             raise failed[0]
         elapsed = clock.now() - began

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from typing import Any
 
+from kvtune_tuning.wording import digits
+
 WIDTH = 100
 _STYLE = {
     "change": "bold yellow",
@@ -15,7 +17,8 @@ _STYLE = {
 }
 _LEVEL = {"ok": "green", "info": "dim", "warning": "yellow", "error": "bold red"}
 _MARK = {"ok": "ok", "info": "note", "warning": "warn", "error": "ERROR"}
-_TITLE = {"decoder_kv_blocks_ttl": "TTL", "kv_recompute_threshold": "threshold"}
+_APART = 0.1
+"""Differences of this share of the pool are worth a word."""
 
 
 def render_table(document: dict[str, Any], *, width: int = WIDTH, color: bool = False) -> str:
@@ -37,8 +40,9 @@ def render_table(document: dict[str, Any], *, width: int = WIDTH, color: bool = 
 def _error(console: Any, error: dict[str, str]) -> None:
     from rich.text import Text
 
-    console.print(Text.assemble(("error ", "bold red"), f"{error['code']}: {error['message']}"))
-    console.print(Text(error["hint"]))
+    console.print(Text.assemble(("kvtune: ", "bold red"), error["message"]))
+    if error["hint"]:
+        console.print(Text(error["hint"]))
 
 
 def _report(console: Any, document: dict[str, Any]) -> None:
@@ -54,13 +58,16 @@ def _report(console: Any, document: dict[str, Any]) -> None:
         )
     )
     console.print(Text(
-        f"window {window['start']} to {window['end']} ({_duration(window['seconds'])}), {facts['scrapes']} scrapes"
+        f"window {window['start']} to {window['end']} ({_duration(window['seconds'])}"
+        f"{' of model time' if window['model_time'] else ''}), {facts['scrape_rounds']} rounds of scrapes, "
+        f"{facts['scraped_targets']} target(s)"
     ))  # fmt: skip
-    usage = facts["kv_usage_p99"]
+    several = "" if facts["decode_engines"] < 2 else " on the tightest" if facts["pools_differ"] else " each"
+    pool = "not known" if facts["pool_tokens"] is None else f"{_tokens(facts['pool_tokens'])} tokens{several}"
     console.print(Text(
         f"{facts['turns']:.0f} turns, {facts['conversations']:.0f} conversations, {facts['gaps']:.0f} pauses; "
         f"{facts['turn_ends_per_s']:.3g} turns/s on {facts['decode_engines']} decode engine(s), "
-        f"pool {_tokens(facts['pool_tokens'])} tokens, P99 usage {_percent(usage)}"
+        f"pool {pool}, measured P99 usage {_percent(facts['kv_usage_p99'])}"
     ))  # fmt: skip
     for one in document["recommendations"]:
         console.print()
@@ -68,12 +75,12 @@ def _report(console: Any, document: dict[str, Any]) -> None:
         unit = " s" if one["unit"] == "seconds" else " tokens"
         head = Text.assemble(
             (one["setting"], "bold"), "  ", (one["status"].upper(), _STYLE[one["status"]]),
-            f"  now {one['current']:g}{unit}{assumed}",
+            f"  now {_g(one['current'])}{unit}{assumed}",
         )  # fmt: skip
         if one["status"] == "change":
-            head.append(f" -> {one['recommended']:g}{unit}", "bold")
+            head.append(f" -> {_g(one['recommended'])}{unit}", "bold")
         if one["interval"]:
-            head.append(f"  [{one['interval'][0]:g}, {one['interval'][1]:g}]")
+            head.append(f"  [{_g(one['interval'][0])}, {_g(one['interval'][1])}]")
         console.print(head)
         console.print(Padding(Text(one["reason"]), (0, 0, 0, 2)))
         if one["clamped_by"]:
@@ -83,7 +90,10 @@ def _report(console: Any, document: dict[str, Any]) -> None:
         if one["retry_after"]:
             console.print(Padding(Text(f"ask again in about {_duration(one['retry_after'])}"), (0, 0, 0, 2)))
         if one["counterfactual"]:
+            console.print(Padding(Text("modelled at each value, none of it measured:", "dim"), (0, 0, 0, 2)))
             console.print(Padding(_rows(one), (0, 0, 0, 2)))
+            if apart := _apart(one, facts):
+                console.print(Padding(Text(apart, "dim"), (0, 0, 0, 2)))
     console.print()
     for check in document["checks"]:
         mark = Text(f"{_MARK[check['level']]:>5}  ", _LEVEL[check["level"]])
@@ -119,6 +129,20 @@ def _hanging(mark: Any, text: str) -> Any:
     return grid
 
 
+def _apart(one: dict[str, Any], facts: dict[str, Any]) -> str:
+    """Why the model and the measurement of the pool's usage differ at the value in force; empty if they hardly do."""
+    at: dict[float, dict[str, Any]] = {row["value"]: row for row in one["counterfactual"]}
+    modelled, measured = at.get(one["current"], {}).get("pool_share_p99"), facts["kv_usage_p99"]
+    if modelled is None or measured is None or abs(modelled - measured) < _APART:
+        return ""
+    why = ["steady state"]
+    if facts["kappa"] is not None and abs(facts["kappa"] - 1) >= _APART:
+        why.append(f"kappa {facts['kappa']:.2f}")
+    if facts["holdout_ratio"]:
+        why.append(f"hold-out {100 * facts['holdout_ratio']:.3g} %")
+    return f"pool P99 now: {_percent(modelled)} modelled ({', '.join(why)}), {_percent(measured)} measured"
+
+
 def _rows(one: dict[str, Any]) -> Any:
     from rich import box
     from rich.table import Table
@@ -140,13 +164,13 @@ def _rows(one: dict[str, Any]) -> Any:
         cells: tuple[str, ...]
         if one["unit"] == "seconds":
             cells = (
-                f"{row['value']:g} s", _percent(row["hit_ratio"]), _percent(row["hit_ratio_returning"]),
+                f"{_g(row['value'])} s", _percent(row["hit_ratio"]), _percent(row["hit_ratio_returning"]),
                 _tokens(row["pinned_tokens_mean"]), _tokens(row["pinned_tokens_p99"]), _percent(row["pool_share_p99"]),
                 _ms(row["ttft_mean_s"]),
             )  # fmt: skip
         else:
             cells = (
-                f"{row['value']:g}",
+                _g(row["value"]),
                 _percent(row["fetched_share"]),
                 _ms(row["extra_mean_s"]),
                 _ms(row["ttft_mean_s"]),
@@ -156,7 +180,7 @@ def _rows(one: dict[str, Any]) -> Any:
 
 
 def _g(value: float | None) -> str:
-    return "unbounded" if value is None else f"{value:g}"
+    return "unbounded" if value is None else digits(value)
 
 
 def _percent(value: float | None) -> str:

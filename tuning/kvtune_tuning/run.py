@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import re
 import signal
 import sys
@@ -18,6 +19,11 @@ from kvtune_tuning.errors import TuningError, UsageError
 
 DEFAULT_WINDOW_S = 3600.0
 """Window asked of Prometheus."""
+DEFAULT_INTERVAL_S = 5.0
+"""Between live scrapes of `suggest`."""
+DEFAULT_DURATION_S = 60.0
+"""Of live scraping by `suggest`."""
+DEFAULT_RECORD_INTERVAL_S = 15.0
 FORMATS = ("table", "json", "yaml")
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhdw])")
@@ -36,6 +42,24 @@ def seconds(text: str, option: str) -> float:
             "bad_duration", f"{option}: not a positive duration: {text!r}", "Write e.g. 90s, 30m, 1h30m or 7d."
         )
     return total
+
+
+def _rhythm(
+    interval: str | None, duration: str | None, default_interval_s: float, default_duration_s: float | None
+) -> tuple[float, float | None]:
+    """Interval and duration of scraping (s). A default interval is no longer than the duration. Raises UsageError."""
+    total = seconds(duration, "--duration") if duration else default_duration_s
+    if not interval:
+        return min(default_interval_s, total or math.inf), total
+    every = seconds(interval, "--interval")
+    if total is not None and every > total:
+        default = "" if duration else ", the default"
+        raise UsageError(
+            "interval_too_long",
+            f"--interval {every:g} s is longer than --duration {total:g} s{default}",
+            "Counters need two scrapes, better dozens: give a shorter --interval or a longer --duration.",
+        )
+    return every, total
 
 
 @contextlib.contextmanager
@@ -68,13 +92,16 @@ def run_suggest(
     explain: bool,
     output: str,
     exit_code: bool,
-    interval: str,
-    duration: str,
+    interval: str | None = None,
+    duration: str | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
     clock: Clock | None = None,
 ) -> int:
-    """Run `kvtune suggest`; returns its exit code. Prints the document, also of a failure."""
+    """Run `kvtune suggest`; returns its exit code. Prints the document, also of a failure, whose message is on stderr.
+
+    `interval` and `duration` are of live scrapes: 5 s and 60 s by default.
+    """
     from kvtune_tuning import document as documents
     from kvtune_tuning.recording import without_secrets
 
@@ -95,19 +122,29 @@ def run_suggest(
             raise UsageError(
                 "one_source", what, "Give exactly one of --prometheus URL, --scrape URL..., --snapshot DIR."
             )
+        timing = [name for name, value in (("--interval", interval), ("--duration", duration)) if value is not None]
+        if timing and not scrape:
+            raise UsageError(
+                "only_for_scrape",
+                f"{' and '.join(timing)} with {given[0]}",
+                "They are for live scrapes (--scrape); give --window to use only the last part of what there is.",
+            )
         window_s = seconds(window, "--window") if window else None
+        every_s, total_s = _rhythm(interval, duration, DEFAULT_INTERVAL_S, DEFAULT_DURATION_S)
         if prometheus:
             source = {"kind": "prometheus", "where": [without_secrets(prometheus)]}
         elif scrape:
             source = {"kind": "scrape", "where": [without_secrets(url) for url in scrape]}
         else:
             source = {"kind": "snapshot", "where": [str(snapshot)]}
-        report = _suggest(source, prometheus, scrape, snapshot, window_s, explain, interval, duration, err, clock)
+        assert total_s is not None
+        report = _suggest(source, prometheus, scrape, snapshot, window_s, explain, every_s, total_s, err, clock)
         code = documents.exit_code(report, signal_change=exit_code)
     except TuningError as error:
         report = documents.failed(error, source)
         code = 2 if isinstance(error, UsageError) else 1
-    _print(report, output, out, err)
+        _tell(error, err)
+    _print(report, output, out)
     return code
 
 
@@ -118,8 +155,8 @@ def _suggest(
     snapshot: str | Path | None,
     window_s: float | None,
     explain: bool,
-    interval: str,
-    duration: str,
+    interval_s: float,
+    duration_s: float,
     err: TextIO,
     clock: Clock | None,
 ) -> dict[str, Any]:
@@ -132,8 +169,7 @@ def _suggest(
         series, queries = sources.query_prometheus(prometheus, window_s=window_s or DEFAULT_WINDOW_S, end_unix_s=now)
         window_s = None
     elif scrape:
-        every, total = seconds(interval, "--interval"), seconds(duration, "--duration")
-        series = asyncio.run(_scrape(scrape, every, total, err, clock or SystemClock()))
+        series = asyncio.run(_scrape(scrape, interval_s, duration_s, err, clock or SystemClock()))
     else:
         assert snapshot is not None
         series = sources.read_snapshots(snapshot)
@@ -164,45 +200,51 @@ async def _scrape(urls: Sequence[str], interval_s: float, duration_s: float, err
     return series
 
 
-def _print(report: dict[str, Any], output: str, out: TextIO, err: TextIO) -> None:
+def _tell(error: TuningError, err: TextIO) -> None:
+    """What went wrong and what to do, as every command says it."""
+    print(f"kvtune: {error.message}", file=err)
+    if error.hint:
+        print(error.hint, file=err)
+
+
+def _print(report: dict[str, Any], output: str, out: TextIO) -> None:
     if output == "json":
         print(json.dumps(report, indent=2, allow_nan=False), file=out)
     elif output == "yaml":
         import yaml
 
         out.write(yaml.safe_dump(report, sort_keys=False, allow_unicode=True, width=100))
-    else:
+    elif "error" not in report:
         from kvtune_tuning.render import render_table
 
-        # an error is no payload: in the table format it is a message
-        where = err if "error" in report else out
-        where.write(render_table(report, color=where.isatty()))
+        out.write(render_table(report, color=out.isatty()))
 
 
 def run_record(
     *,
     scrape: Sequence[str],
     out: str | Path,
-    interval: str,
-    duration: str | None,
+    interval: str | None = None,
+    duration: str | None = None,
     output: str = "table",
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
     clock: Clock | None = None,
 ) -> int:
-    """Run `kvtune record` until its duration or Ctrl-C; returns its exit code. The summary goes to stdout."""
+    """Run `kvtune record` until its duration or Ctrl-C; returns its exit code. The summary goes to stdout.
+
+    `interval` is 15 s by default.
+    """
     payload, err = stdout or sys.stdout, stderr or sys.stderr
     try:
         if output not in ("table", "json"):
             raise UsageError("bad_format", f"--format: unknown format {output!r}", "Choose one of table, json.")
-        every = seconds(interval, "--interval")
-        total = seconds(duration, "--duration") if duration else None
+        every, total = _rhythm(interval, duration, DEFAULT_RECORD_INTERVAL_S, None)
         summary = asyncio.run(_record(scrape, out, every, total, err, clock or SystemClock()))
     except TuningError as error:
+        _tell(error, err)
         if output == "json":
             print(json.dumps({"schema": "kvtune.record/1", "error": error.as_dict()}, indent=2), file=payload)
-        else:
-            print(f"error {error.code}: {error.message}\n{error.hint}", file=err)
         return 2 if isinstance(error, UsageError) else 1
     if output == "json":
         print(json.dumps({"schema": "kvtune.record/1", **summary}, indent=2), file=payload)

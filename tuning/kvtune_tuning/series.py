@@ -59,6 +59,8 @@ class SeriesSet:
     scrapes: dict[str, Floats]
     not_finite: int = 0
     notes: tuple[str, ...] = ()
+    ahead_s: float = 0.0
+    """How far the times of scrapes are ahead of the wall clock: only those of a scaled simulation are."""
     _by_name: dict[str, list[Series]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -95,7 +97,8 @@ class SeriesSet:
             if keep.any():
                 series.append(Series(s.name, s.labels, s.target, s.times[keep], s.values[keep]))
         scrapes = {target: times[times >= start] for target, times in self.scrapes.items()}
-        return SeriesSet(tuple(series), {k: v for k, v in scrapes.items() if len(v)}, self.not_finite, self.notes)
+        kept = {k: v for k, v in scrapes.items() if len(v)}
+        return SeriesSet(tuple(series), kept, self.not_finite, self.notes, self.ahead_s)
 
 
 @dataclass(slots=True)
@@ -106,6 +109,7 @@ class Collector:
     _scrapes: dict[str, list[float]] = field(default_factory=dict)
     not_finite: int = 0
     notes: list[str] = field(default_factory=list)
+    ahead_s: float = 0.0
 
     def scraped(self, target: str, time_s: float, samples: Iterable[tuple[str, Labels, float]]) -> None:
         """One answer of one target at `time_s` (Unix s)."""
@@ -118,7 +122,8 @@ class Collector:
     def collected(self) -> SeriesSet:
         """What was gathered; a counter child born inside the window starts from zero at the scrape before its birth."""
         scrapes = {target: np.unique(np.asarray(times, dtype=np.float64)) for target, times in self._scrapes.items()}
-        return SeriesSet(tuple(self._series(scrapes)), scrapes, self.not_finite, tuple(self.notes))
+        series = tuple(self._series(scrapes))
+        return SeriesSet(series, scrapes, self.not_finite, tuple(self.notes), self.ahead_s)
 
     def _series(self, scrapes: dict[str, Floats]) -> Iterator[Series]:
         for (name, labels, target), (raw_times, raw_values) in self._points.items():

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,11 +78,13 @@ def read_snapshots(directory: str | os.PathLike[str]) -> SeriesSet:
         raise TuningError(
             "empty_snapshot",
             f"{path}: no *.prom files",
-            "Record some: kvtune record --scrape http://router:9100/metrics --out DIR",
+            "Record some: kvtune record --scrape http://router:9400/metrics --out DIR",
         )
     for time_s, target, file in sorted(named, key=lambda item: item[:2]):
         try:
             text = file.read_text(encoding="utf-8")
+            # A scrape is written at once: a name that is later than the file is in the time of a simulation.
+            collector.ahead_s = max(collector.ahead_s, time_s - file.stat().st_mtime)
         except UnicodeDecodeError:
             raise TuningError(
                 "not_an_exposition", f"{file}: not UTF-8 text", "Remove the file, or record the snapshots again."
@@ -121,6 +124,7 @@ async def scrape_live(
 
     def sink(unix_s: float, target: str, text: str) -> None:
         _take(collector, unix_s, target, text, without_secrets(named[target]))
+        collector.ahead_s = max(collector.ahead_s, unix_s - time.time())
         if progress is not None:
             progress(unix_s - began)
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvtune_tuning.lines import Arm, CostPoint, Line, fit
 from kvtune_tuning.series import Floats
+from kvtune_tuning.wording import digits
 
 SETTING = "kv_recompute_threshold"
 MIN_OBSERVATIONS = 200
@@ -227,7 +228,7 @@ def advise(inputs: ThresholdInputs) -> ThresholdAdvice:
     probe = f"raise the threshold to {PROBE_TOKENS} for half an hour and ask again, or let the router explore"
     if fetches < MIN_OBSERVATIONS:
         return unidentifiable(
-            "fetch_not_observed", f"only {fetches:.0f} fetches seen, everything else is below {current:g} tokens",
+            "fetch_not_observed", f"only {fetches:.0f} fetches seen, everything else is below {digits(current)} tokens",
             f"lower the threshold to {max(16, current // 4):g} for half an hour and ask again",
         )  # fmt: skip
     if computes < MIN_OBSERVATIONS:
@@ -317,15 +318,15 @@ def _weigh(
         of = "" if share is None else f", {100 * share:.1f} % of TTFT"
         return replace(
             known, status="keep", recommended=current, reason_code="gain_too_small",
-            reason=f"keep {current:g}: the costs are equal at {n_star:.0f} tokens, but moving there would save "
+            reason=f"keep {digits(current)}: the costs are equal at {n_star:.0f} tokens, but moving there would save "
             f"{1000 * gain:.1f} ms a turn{of}",
         )  # fmt: skip
     clamps = () if abs(target - n_star) <= 16 else ("sizes_seen",)
     return replace(
         known, status="change", recommended=target, clamped_by=clamps,
         reason_code="fetching_small_is_slow" if target > current else "fetching_small_is_fast",
-        reason=f"{current:g} -> {target:g}: {interval[0]:.0f} to {interval[1]:.0f} are within 1 ms; {current:g} costs "
-        f"{1000 * gain:.1f} ms more a turn",
+        reason=f"{digits(current)} -> {target:g}: {interval[0]:.0f} to {interval[1]:.0f} are within 1 ms; "
+        f"{digits(current)} costs {1000 * gain:.1f} ms more a turn",
     )  # fmt: skip
 
 
@@ -333,7 +334,7 @@ def _equivalent(known: ThresholdAdvice, between: tuple[float, float]) -> Thresho
     low, high = between
     return replace(
         known, status="keep", recommended=known.current, interval=between, reason_code="nothing_fetchable_between",
-        reason=f"keep {known.current:g}: any value in [{low:g}, {high:g}] is equivalent, "
+        reason=f"keep {digits(known.current)}: any value in [{digits(low)}, {digits(high)}] is equivalent, "
         "nothing fetchable lies between",
     )  # fmt: skip
 
@@ -380,8 +381,8 @@ def _misbehaves(inputs: ThresholdInputs, recompute: Line) -> str | None:
 def _rows(inputs: ThresholdInputs, recompute: Line, fetch: Line, target: float) -> tuple[ThresholdRow, ...]:
     values = {64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, inputs.current, target, target / 2, target * 2}
     values |= {inputs.current / 2, inputs.current * 2}
-    tau = np.array(sorted(round(v) for v in values if v >= 1), dtype=np.float64)
-    tau = np.unique(tau)
+    # The one in force as it is, be it zero or no whole number: what is advised is compared with it.
+    tau = np.unique(np.array([inputs.current, target, *(round(v) for v in values if v >= 1)], dtype=np.float64))
     at = np.concatenate((tau, [inputs.current]))
     cost, fetched = path_cost(inputs, recompute, fetch, at)
     total = sum(s.count for s in inputs.fetched) + (inputs.below.count if inputs.below else 0.0)

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvtune_tuning.gaps import GapCurves, Survival
 from kvtune_tuning.series import Floats
+from kvtune_tuning.wording import digits
 
 SETTING = "decoder_kv_blocks_ttl"
 Z_P99 = 2.33
@@ -127,9 +128,9 @@ class TtlAdvice:
 
 
 def _grid(inputs: TtlInputs) -> Floats:
-    """TTLs that are considered: multiples of 5 s up to an hour, or to the one in force where that is longer."""
-    top = max(MAX_TTL_S, math.ceil(inputs.current_s / STEP_S) * STEP_S)
-    return np.arange(STEP_S, top + STEP_S / 2, STEP_S)
+    """TTLs that are considered: multiples of 5 s up to an hour, and the one in force."""
+    grid = np.arange(STEP_S, MAX_TTL_S + STEP_S / 2, STEP_S)
+    return np.union1d(grid, [inputs.current_s]) if inputs.current_s > 0 else grid
 
 
 def pinned(inputs: TtlInputs, ttl_s: Floats) -> tuple[Floats, Floats]:
@@ -146,13 +147,14 @@ def filled(inputs: TtlInputs, ttl_s: Floats) -> Floats:
 
 
 def memory_ttl(inputs: TtlInputs) -> float:
-    """The longest TTL (s, a multiple of 5 of the grid) that fits the pool; 0 if none does, inf without a pool."""
+    """The longest TTL (s) of the grid that fits the pool; 0 if none does, inf without a pool."""
     if inputs.pool_tokens is None:
         return math.inf
     grid = _grid(inputs)
     fits = filled(inputs, grid) <= POOL_SHARE * inputs.pool_tokens
     # monotone in the TTL: the first that does not fit ends it
-    return float(grid[-1]) if fits.all() else float(grid[int(np.argmin(fits))] - STEP_S)
+    fitting = len(grid) if fits.all() else int(np.argmin(fits))
+    return float(grid[fitting - 1]) if fitting else 0.0
 
 
 def worth(inputs: TtlInputs, ttl_s: Floats, break_even_s: float) -> Floats:
@@ -242,7 +244,8 @@ def _rows(inputs: TtlInputs, *more: float | None) -> tuple[TtlRow, ...]:
             values |= {value, value / 2, value * 2}
     values |= {inputs.current_s / 2, inputs.current_s * 2}
     keep = sorted({round(v / STEP_S) * STEP_S if v != inputs.current_s else v for v in values})
-    return tuple(row(inputs, v) for v in keep if inputs.margin_s < v <= MAX_TTL_S or v == inputs.current_s)
+    always = {inputs.current_s, *more}
+    return tuple(row(inputs, v) for v in keep if inputs.margin_s < v <= MAX_TTL_S or v in always)
 
 
 def perturbed(curve: Survival, factors: Floats) -> Survival:
@@ -299,7 +302,8 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
     """Recommend a TTL, or say why not.
 
     `status` is change, keep, off or insufficient. The TTL is lowered only if the pool was seen to be short, raised
-    only if that surely gains at least 1 % of the savable prefill, and changed only by 15 % or more.
+    only if that surely gains at least 1 % of the savable prefill, and changed only by 15 % or more. What is
+    recommended fits the pool by the model.
     """
     current = inputs.current_s
     returning = 1.0 - float(inputs.curves.tokens.values[-1])
@@ -326,11 +330,11 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
             retry_after_s=_retry_after(inputs),
         )
     if inputs.pool_tokens is None or inputs.usage_p99 is None or inputs.active_mean is None:
-        missing = "the size of decode's KV pool" if inputs.pool_tokens is None else "vllm:kv_cache_usage_perc of decode"
+        missing = "size of decode's KV pool" if inputs.pool_tokens is None else "vllm:kv_cache_usage_perc of decode"
         return replace(
             blank,
             reason_code="missing_series",
-            reason=f"cannot tell: {missing} was not found, so nothing says what retention may use",
+            reason=f"cannot tell: no usable {missing} was found, so nothing says what retention may use",
             rows=_rows(inputs),
         )
     pressed = under_pressure(inputs)
@@ -343,11 +347,25 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
     reach = reach_ttl(inputs)
     base = replace(blank, memory_s=memory, value_s=value, break_even_s=break_even, scarcity=after)
 
-    def keep(code: str, reason: str, target: float | None) -> TtlAdvice:
+    now = row(inputs, current)
+    usage = f"P99 usage {100 * inputs.usage_p99:.0f} %"
+    short = "requests waited for KV blocks" if inputs.starved else usage
+
+    def keep(code: str, reason: str, target: float | None, clamps: tuple[str, ...] = ()) -> TtlAdvice:
         return replace(
-            base, status="keep", recommended=current, reason_code=code, reason=reason,
-            uncapped=target, rows=_rows(inputs),
+            base, status="keep", recommended=current, reason_code=code, reason=f"keep {digits(current)} s: {reason}",
+            uncapped=target, clamped_by=clamps, rows=_rows(inputs),
         )  # fmt: skip
+
+    def no_pressure(target: float, clamps: tuple[str, ...] = ()) -> TtlAdvice:
+        fits = f"{digits(memory)} s fit" if memory > 0 else "no TTL fits"
+        return keep(
+            "no_pressure_observed",
+            f"{usage} was measured, and a TTL is only lowered from {100 * POOL_SHARE:.0f} % on; the model expects "
+            f"{100 * (now.pool_share_p99 or 0.0):.0f} % once retention has filled up, and that {fits}",
+            target,
+            clamps,
+        )
 
     if pressed:
         best = _best_that_fits(inputs, memory, after)
@@ -355,15 +373,44 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
         if best is not None and best <= 0 and (observed or best == -math.inf):
             never = 100 * float(inputs.curves.turns.values[-1])
             why = (
-                f"not even {MIN_TTL_S:g} s of retention fits"
+                f"not even {MIN_TTL_S:g} s of retention fits, nor does it save more than it costs"
                 if memory < MIN_TTL_S
                 else "no TTL that fits saves more than it costs"
             )
             return replace(
                 base, status="off", reason_code="does_not_pay", rows=_rows(inputs, memory), uncapped=0.0,
-                reason=f"switch retention off: the pool is short, and {why} "
+                clamped_by=("memory", "floor") if memory < MIN_TTL_S else (),
+                reason=f"switch retention off: the pool is short ({short}), and {why} "
                 f"({never:.0f} % of turns have no return within {inputs.curves.horizon_s:.0f} s)",
             )  # fmt: skip
+    if memory < MIN_TTL_S:
+        # The shortest TTL worth having does not fit: nothing is recommended in its place.
+        clamps_at_floor = ("memory", "floor")
+        if not pressed and memory < current:
+            return no_pressure(memory, clamps_at_floor)
+        if not pressed:
+            return keep(
+                "floor_does_not_fit",
+                f"the model lets {digits(memory)} s fit the pool, and less than {MIN_TTL_S:g} s is not worth a change "
+                f"({usage})",
+                memory,
+                clamps_at_floor,
+            )
+        if memory < current and inputs.starved:
+            return replace(
+                base, status="off", reason_code="does_not_fit", rows=_rows(inputs, memory), uncapped=memory,
+                clamped_by=clamps_at_floor,
+                reason=f"switch retention off, or give decode more KV: {short}, and the model lets only "
+                f"{digits(memory)} s fit; less than {MIN_TTL_S:g} s is not worth having",
+            )  # fmt: skip
+        if memory < current:
+            return keep(
+                "floor_does_not_fit",
+                f"the pool is short ({short}), but not even {MIN_TTL_S:g} s fit, the shortest TTL worth having; give "
+                "decode more KV, or switch retention off once requests wait",
+                memory,
+                clamps_at_floor,
+            )
     bounds = {"memory": memory}
     if observed or not pressed:
         # What lies beyond the longest observable pause is no ground for a shorter TTL.
@@ -380,42 +427,41 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
         target, clamps = MIN_TTL_S, [binding, "floor"]
     if target >= MAX_TTL_S and target > current:
         target, clamps = MAX_TTL_S, [*clamps, "ceiling"]
-    usage = 100 * inputs.usage_p99
     if not pressed and target <= current:
         if memory < current:
-            return keep(
-                "no_pressure_observed",
-                f"keep {current:g} s: a shorter TTL is only advised once the pool is seen to be short "
-                f"(P99 usage {usage:.0f} %), though by the model {memory:.0f} s is all that fits",
-                uncapped,
-            )
-        return keep("pool_slack", f"keep {current:g} s: the pool has room (P99 usage {usage:.0f} %) "
-                    "and a longer TTL would gain nothing", uncapped)  # fmt: skip
-    if pressed and target >= current:
+            return no_pressure(uncapped)
+        return keep("pool_slack", f"the pool has room ({usage}) and a longer TTL would gain nothing", uncapped)
+    if pressed and max(target, uncapped) >= current:
         return keep(
             "pressure_not_from_retention",
-            f"keep {current:g} s: the pool is short (P99 usage {usage:.0f} %), but what is retained explains it "
-            f"only if held for more than {memory:.0f} s; look at the active requests",
+            f"the pool is short ({short}), but by the model what is retained fits up to {digits(memory)} s; look at "
+            "the active requests",
             uncapped,
         )
+    if binding == "value" and uncapped < target and target > current:
+        # the floor must not raise a TTL beyond what pays
+        return keep(
+            "gain_too_small", f"holding for more than {digits(uncapped)} s costs more than late returns save", uncapped
+        )
     if abs(target - current) < MIN_CHANGE * current:
-        return keep("change_too_small", f"keep {current:g} s: {target:.0f} s would be best, "
-                    f"less than {100 * MIN_CHANGE:.0f} % away", uncapped)  # fmt: skip
-    now, then = row(inputs, current), row(inputs, target)
+        return keep(
+            "change_too_small", f"{target:.0f} s would be best, less than {100 * MIN_CHANGE:.0f} % away", uncapped
+        )
+    then = row(inputs, target)
     if target > current:
         gain = (then.token_hit_ratio - now.token_hit_ratio) * inputs.useful
         sure = gain - 1.28 * math.sqrt(max(gain, 0.0) * (1 - min(1.0, gain)) * DESIGN_EFFECT / max(1.0, inputs.ends))
         if sure < MIN_GAIN:
             return keep(
                 "gain_too_small",
-                f"keep {current:g} s: {target:.0f} s would reach {100 * gain:.1f} % more of the history, "
-                f"too little or too uncertain to act on",
+                f"{target:.0f} s would reach {100 * gain:.1f} % more of the history, too little or too uncertain to "
+                "act on",
                 uncapped,
             )
         code = "late_returns"
         reason = (
-            f"{current:g} -> {target:.0f} s: the pool has room (P99 usage {usage:.0f} %) and conversations return "
-            f"later; turns reused {100 * now.hit_ratio:.1f} -> {100 * then.hit_ratio:.1f} %"
+            f"{digits(current)} -> {target:.0f} s: the pool has room ({usage}) and conversations return later; turns "
+            f"reused {100 * now.hit_ratio:.1f} -> {100 * then.hit_ratio:.1f} %"
         )
     else:
         code = "pool_pressure"
@@ -425,7 +471,7 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
             "value": "the pool is short and holding on costs more than late returns save",
         }[binding]
         reason = (
-            f"{current:g} -> {target:.0f} s: {why}, at {inputs.ends / inputs.window_s:.2f} turns/s; "
+            f"{digits(current)} -> {target:.0f} s: {why}, at {inputs.ends / inputs.window_s:.2f} turns/s; "
             f"turns reused {100 * now.hit_ratio:.1f} -> {100 * then.hit_ratio:.1f} %"
         )
     cap = min((v for k, v in bounds.items() if k != "memory"), default=MAX_TTL_S)

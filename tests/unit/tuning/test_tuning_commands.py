@@ -42,6 +42,17 @@ def pressed(snapshots: Snapshots) -> str:
     return str(snapshots(pool=1_500_000, interval=120.0))
 
 
+PAGES = {
+    "/health": b'{"status": "ok"}',
+    "/empty": b"",
+    "/html": b"<html><body>hello</body></html>",
+    "/node": b"# TYPE node_load1 gauge\nnode_load1 0.3\ngo_goroutines 12\n",
+    "/comments": b"# HELP kvtune_turns_total Turns.\n# TYPE kvtune_turns_total counter\n",
+    "/broken": b"kvtune_turns_total many\n",
+}
+"""What answers with 200 and is no page of ours."""
+
+
 @pytest.fixture
 def target() -> Iterator[str]:
     """A live target whose counters grow."""
@@ -52,7 +63,8 @@ def target() -> Iterator[str]:
         def do_GET(self) -> None:
             Page.count += 1
             body = f'kvtune_turns_total{{outcome="hit"}} {Page.count}\nkvtune_turn_ends_total {Page.count}\n'.encode()
-            self.send_response(200 if self.path == "/metrics" else 404)
+            body = PAGES.get(self.path, body)
+            self.send_response(404 if self.path == "/nothing" else 200)
             self.end_headers()
             self.wfile.write(body)
 
@@ -114,6 +126,12 @@ def test_exit_code_3_when_nothing_can_be_said(snapshots: Snapshots) -> None:
         (("--scrape", "127.0.0.1:1", "--duration=-5s"), 2, "bad_duration"),
         (("--prometheus", "http://127.0.0.1:1"), 1, "unreachable"),
         (("--prometheus", "ftp://h"), 2, "bad_url"),
+        (("--snapshot", "x", "--interval", "5s"), 2, "only_for_scrape"),
+        (("--snapshot", "x", "--duration", "5s"), 2, "only_for_scrape"),
+        (("--prometheus", "h:1", "--interval", "5s"), 2, "only_for_scrape"),
+        (("--prometheus", "h:1", "--duration", "1h", "--interval", "1m"), 2, "only_for_scrape"),
+        (("--scrape", "h:1", "--duration", "1s", "--interval", "2s"), 2, "interval_too_long"),
+        (("--scrape", "h:1", "--interval", "2m"), 2, "interval_too_long"),
     ],
 )
 def test_failures_are_json_too(arguments: tuple[str, ...], code: int, error: str) -> None:
@@ -121,14 +139,20 @@ def test_failures_are_json_too(arguments: tuple[str, ...], code: int, error: str
     document = json.loads(out)
     jsonschema.validate(document, schema())
     assert (got, document["error"]["code"]) == (code, error)
-    assert "Traceback" not in err
+    assert told(err) == [f"kvtune: {document['error']['message']}", document["error"]["hint"]]
     got, out, err = run("suggest", *arguments)
-    assert got == code and out == "" and error in err and document["error"]["hint"].split()[0] in err
+    assert got == code and out == ""
+    assert told(err) == [f"kvtune: {document['error']['message']}", document["error"]["hint"]]
+
+
+def told(err: str) -> list[str]:
+    """The message of a failure and its hint: what comes last on stderr."""
+    return err.splitlines()[-2:]
 
 
 def test_an_unknown_format_is_a_usage_error(pressed: str) -> None:
     code, out, err = run("suggest", "--snapshot", pressed, "--format", "xml")
-    assert code == 2 and out == "" and "bad_format" in err
+    assert code == 2 and out == "" and told(err)[0] == "kvtune: --format: unknown format 'xml'"
 
 
 def test_secrets_in_addresses_are_not_printed() -> None:
@@ -143,7 +167,8 @@ def test_live_scrapes_report_progress_on_stderr(target: str) -> None:
     document = json.loads(out)
     jsonschema.validate(document, schema())
     assert code == 3 and "scraping 1 target" in err
-    assert document["evidence"]["scrapes"] >= 4 and document["evidence"]["turns"] >= 3
+    # rounds that a busy machine is late for are skipped
+    assert document["evidence"]["scrapes"] >= 2 and document["evidence"]["turns"] >= 1
 
 
 def test_recorded_snapshots_can_be_read(target: str, tmp_path: Path) -> None:
@@ -151,7 +176,7 @@ def test_recorded_snapshots_can_be_read(target: str, tmp_path: Path) -> None:
     code, out, err = run("record", "--scrape", target, "--out", str(out_dir), "--interval", "200ms", "--duration", "1s")
     assert code == 0 and "snapshots of 1 target(s)" in out and "recording" in err
     files = sorted(out_dir.iterdir())
-    assert len(files) >= 4
+    assert len(files) >= 2
     assert all(f.name.endswith(f"-{target.replace(':', '_')}.prom") for f in files)
     code, out, _ = run("suggest", "--snapshot", str(out_dir), "--format", "json")
     assert code == 3 and json.loads(out)["evidence"]["scrapes"] == len(files)
@@ -160,11 +185,40 @@ def test_recorded_snapshots_can_be_read(target: str, tmp_path: Path) -> None:
 def test_record_says_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     code, out, err = run("record", "--scrape", "127.0.0.1:1", "--out", str(tmp_path / "file"))
-    assert code == 1 and out == "" and "cannot_write" in err
+    assert code == 1 and out == "" and told(err)[0].startswith(f"kvtune: {tmp_path / 'file'}: ")
     code, out, err = run("record", "--scrape", "127.0.0.1:1", "--out", str(tmp_path / "d"), "--format", "json")
-    assert code == 1 and json.loads(out)["error"]["code"] == "unreachable"
+    error = json.loads(out)["error"]
+    assert code == 1 and error["code"] == "unreachable"
+    assert told(err) == [f"kvtune: {error['message']}", error["hint"]], "stderr says it, whatever goes to stdout"
+    code, out, err = run(
+        "record", "--scrape", "h:1", "--out", str(tmp_path / "d"), "--interval", "2s", "--duration", "1s"
+    )
+    assert code == 2 and told(err)[0] == "kvtune: --interval 2 s is longer than --duration 1 s"
     assert run("record", "--scrape", "h:1", "--out", str(tmp_path / "d"), "--interval", "never")[0] == 2
     assert run("record", "--out", str(tmp_path / "d"))[0] == 2
+
+
+@pytest.mark.parametrize("path", sorted(PAGES))
+@pytest.mark.parametrize("command", ["record", "suggest"])
+def test_what_is_no_page_of_ours_is_refused_at_once(target: str, tmp_path: Path, command: str, path: str) -> None:
+    """Also beside a target that is one."""
+    timing = ("--interval", "100ms", "--duration", "300s")
+    place = ("--out", str(tmp_path)) if command == "record" else ()
+    for beside in ((), ("--scrape", target)):
+        code, out, err = run(command, *beside, "--scrape", f"{target}{path}", *place, *timing)
+        assert code == 1 and out == ""
+        message, hint = told(err)
+        assert message.startswith(f"kvtune: http://{target}{path}") and "9400" in hint
+    assert not list(tmp_path.glob(f"*{path[1:]}*.prom"))
+
+
+@pytest.mark.parametrize(("option", "every"), [((), "0.2"), (("--interval", "100ms"), "0.1")])
+def test_a_default_interval_fits_into_a_short_duration(
+    target: str, tmp_path: Path, option: tuple[str, ...], every: str
+) -> None:
+    for command, where in (("record", ("--out", str(tmp_path))), ("suggest", ())):
+        code, _, err = run(command, "--scrape", target, "--duration", "200ms", *option, *where)
+        assert code in (0, 3) and f"every {every} s" in err
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])

@@ -162,7 +162,8 @@ def test_longer_gaps_never_shorten_the_ttl_of_a_slack_pool(mean: float, longer: 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.floats(5.0, 300.0), st.floats(5e5, 1e9), st.floats(0.0, 1.0), st.booleans(), st.floats(6.0, 2000.0),
+    st.floats(5.0, 300.0), st.floats(1e5, 1e9), st.floats(0.0, 1.0), st.booleans(),
+    st.one_of(st.floats(0.0, 30.0), st.floats(6.0, 2000.0), st.floats(3600.0, 1e15)),
     st.one_of(st.none(), st.floats(-1e-4, 1e-3)), st.floats(0.0, 1.0),
 )  # fmt: skip
 def test_ttl_advice_keeps_its_rules(
@@ -174,7 +175,7 @@ def test_ttl_advice_keeps_its_rules(
     )  # fmt: skip
     advice = ttl.advise(one)
     assert advice.status in ("change", "keep", "off")
-    assert advice.reason and advice.reason_code
+    assert advice.reason and advice.reason_code and "e+" not in advice.reason
     if advice.status == "keep":
         assert advice.recommended == current
     if advice.status == "change":
@@ -182,13 +183,81 @@ def test_ttl_advice_keeps_its_rules(
         assert ttl.MIN_TTL_S <= advice.recommended <= ttl.MAX_TTL_S and advice.recommended % 5 == 0
         assert abs(advice.recommended - current) >= 0.15 * current
         assert advice.recommended > current or ttl.under_pressure(one), "lowered without pressure"
+        then = next(row for row in advice.rows if row.value == advice.recommended)
+        assert then.pool_share_p99 is not None and then.pool_share_p99 <= ttl.POOL_SHARE + 1e-9, "it does not fit"
         assert {current, advice.recommended} <= {row.value for row in advice.rows}
     if advice.status == "off":
         assert ttl.under_pressure(one)
+    now = next(row for row in advice.rows if row.value == current)
+    assert now.pool_share_p99 is not None
+    if "has room" in advice.reason:
+        assert now.pool_share_p99 <= ttl.POOL_SHARE + 1e-9, "room is claimed that the table denies"
     values = [row.value for row in advice.rows]
     assert values == sorted(values)
     for a, b in zip(advice.rows, advice.rows[1:], strict=False):
         assert b.hit_ratio >= a.hit_ratio and b.pinned_tokens_mean >= a.pinned_tokens_mean
+
+
+TIGHT = {"active_mean": 600_000.0, "pool_tokens": 1_500_000.0, "saving_s_per_token": 1e-2}
+"""A pool into which the model lets 10 s of retention fit."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "code"),
+    [
+        ({"current_s": 4.0}, "keep", "floor_does_not_fit"),
+        ({"current_s": 10.0}, "keep", "floor_does_not_fit"),
+        ({"current_s": 10.0, "starved": True}, "keep", "pressure_not_from_retention"),
+        ({"current_s": 14.0}, "keep", "no_pressure_observed"),
+        ({"current_s": 480.0}, "keep", "no_pressure_observed"),
+        ({"current_s": 480.0, "usage_p99": 0.95}, "keep", "floor_does_not_fit"),
+        ({"current_s": 14.0, "usage_p99": 0.95}, "keep", "floor_does_not_fit"),
+        ({"current_s": 480.0, "starved": True}, "off", "does_not_fit"),
+        ({"current_s": 480.0, "starved": True, "saving_s_per_token": 0.0}, "off", "does_not_pay"),
+        ({"current_s": 7.0, "active_mean": 1_900_000.0}, "keep", "no_pressure_observed"),
+    ],
+)
+def test_a_floor_that_does_not_fit_is_never_advised(changes: dict[str, object], status: str, code: str) -> None:
+    one = inputs(**{**TIGHT, **changes})
+    assert ttl.memory_ttl(replace(one, current_s=480.0)) in (0.0, 10.0)
+    advice = ttl.advise(one)
+    assert (advice.status, advice.reason_code) == (status, code), advice.reason
+    assert "has room" not in advice.reason
+    if code != "pressure_not_from_retention":
+        assert advice.clamped_by == ("memory", "floor")
+
+
+def test_the_floor_does_not_raise_a_ttl_beyond_what_pays() -> None:
+    advice = ttl.advise(inputs(current_s=7.0, saving_s_per_token=1e-9))
+    assert (advice.status, advice.reason_code, advice.value_s) == ("keep", "gain_too_small", 5.0), advice.reason
+
+
+@pytest.mark.parametrize("current", [3601.5, 7200.0, 1e7, 1e9, 1e15])
+@pytest.mark.parametrize("starved", [False, True])
+def test_a_huge_ttl_in_force_costs_no_memory(current: float, starved: bool) -> None:
+    one = inputs(current_s=current, starved=starved, pool_tokens=5_000_000.0)
+    assert len(ttl._grid(one)) <= 721
+    advice = ttl.advise(one)
+    assert (advice.status, advice.reason_code) == (
+        ("change", "pool_pressure") if starved else ("keep", "no_pressure_observed")
+    ), advice.reason
+    assert current in {row.value for row in advice.rows}
+    roomy = ttl.advise(replace(one, pool_tokens=1e22, starved=False))
+    assert (roomy.status, roomy.reason_code, roomy.memory_s) == ("keep", "pool_slack", current)
+
+
+def test_a_reason_without_pressure_gives_both_numbers() -> None:
+    advice = ttl.advise(inputs(pool_tokens=4_000_000.0, usage_p99=0.5))
+    now = next(row for row in advice.rows if row.value == 480.0)
+    assert advice.memory_s is not None and now.pool_share_p99 is not None and now.pool_share_p99 > 0.9
+    for words in ("P99 usage 50 % was measured", f"{100 * now.pool_share_p99:.0f} %", f"{advice.memory_s:g} s fit"):
+        assert words in advice.reason, advice.reason
+
+
+def test_pressure_is_told_by_what_was_seen() -> None:
+    waited = {"current_s": 60.0, "usage_p99": 0.3, "starved": True, "saving_s_per_token": None}
+    reason = ttl.advise(inputs(**waited, curves=exponential(200.0, 0.0))).reason
+    assert "requests waited for KV blocks" in reason and "30 %" not in reason
 
 
 @pytest.mark.parametrize(
@@ -373,6 +442,19 @@ def test_every_threshold_answer(changes: dict[str, object], status: str, code: s
     advice = threshold.advise(case(**changes))
     assert (advice.status, advice.reason_code) == (status, code), advice.reason
     assert (advice.recommended is not None) == (status in ("change", "keep"))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.one_of(st.sampled_from([0.0, 0.5, 1.0, 15.999, 100.5, 927.3, 1e6, 1e7 + 0.5, 1e12]), st.floats(0.0, 2e5)))
+def test_the_threshold_in_force_is_in_the_table_whatever_it_is(current: float) -> None:
+    advice = threshold.advise(case(current=current))
+    if advice.rows:
+        values = [row.value for row in advice.rows]
+        assert current in values and values == sorted(set(values))
+        assert advice.recommended is None or advice.recommended in values
+    if current in (0.0, 0.5, 100.5, 1e7 + 0.5):
+        assert advice.status == "change" and advice.rows, advice.reason
+    assert "e+" not in advice.reason
 
 
 def test_costs_that_go_up_and_down_are_refused() -> None:

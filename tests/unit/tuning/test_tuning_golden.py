@@ -6,6 +6,7 @@ import json
 import math
 import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,11 @@ def tau(document: dict) -> dict:
     return next(r for r in document["recommendations"] if r["setting"] == "kv_recompute_threshold")
 
 
+def heading(document: dict) -> str:
+    """What the table says first, in one line."""
+    return " ".join(render_table(document).split("\n\n")[0].split())
+
+
 def codes(document: dict) -> set[str]:
     return {check["code"] for check in document["checks"]}
 
@@ -45,6 +51,8 @@ def survival_of(gap: Callable[[random.Random], float | None], at: float, n: int 
 
 
 PRESSED = {"pool": 1_500_000, "interval": 120.0}
+CROWDED = {"interval": 240.0, "conversations_per_s": 0.05, "duration": 2400.0}
+"""With a pool of 1.5M tokens, only 5 or 10 s of retention fit."""
 
 
 def test_a_short_pool_lowers_the_ttl_until_the_99th_percentile_fits(snapshots: Snapshots) -> None:
@@ -167,6 +175,40 @@ def test_without_the_router_there_is_no_ttl(snapshots: Snapshots) -> None:
     assert ttl(document)["reason_code"] == "missing_series" and "no_router" in codes(document)
 
 
+def test_the_router_alone_says_nothing_of_decodes_settings(snapshots: Snapshots, tmp_path: Path) -> None:
+    """What is only assumed is not checked against, and what is not known is said to be so."""
+    for file in snapshots(**PRESSED).glob("*-router0.prom"):
+        (tmp_path / file.name).write_text(file.read_text())
+    document = advice(tmp_path, explain=True)
+    levels = {check["code"]: check["level"] for check in document["checks"]}
+    assert levels["router_ttl"] == "info" and "router_margin" not in levels
+    text = render_table(document)
+    assert "fits decode's" not in text and "unknown" not in text and "pool not known" in text
+    assert "beta not known yet" in text and "kappa not known yet" in text and "not known yet s" not in text
+    for file in tmp_path.iterdir():
+        file.write_text(file.read_text().replace('default_ttl_seconds"} 480.0', 'default_ttl_seconds"} 900.0'))
+    assert "error" not in {c["level"] for c in advice(tmp_path)["checks"] if c["code"] == "router_ttl"}
+
+
+def test_the_table_tells_the_measured_from_the_modelled(snapshots: Snapshots, tmp_path: Path) -> None:
+    document = advice(snapshots(**PRESSED), explain=True)
+    facts, text = document["evidence"], render_table(document)
+    rounds = facts["scrape_rounds"]
+    assert facts["scrapes"] == 3 * rounds and f"{rounds} rounds of scrapes, 3 target(s)" in text
+    assert "measured P99 usage" in text and "modelled at each value" in text
+    now = next(row for row in ttl(document)["counterfactual"] if row["value"] == 480)
+    said = f"pool P99 now: {100 * now['pool_share_p99']:.1f} % modelled (steady state"
+    assert said in text and f"{100 * facts['kv_usage_p99']:.1f} % measured" in text
+    for word in ("kappa: tokens that decode", "useful: share", "z = 2.33", "(sigma)"):
+        assert word in text, word
+    for file in snapshots(**PRESSED).iterdir():
+        held = 'setting="margin_seconds"} 5.0\n'
+        extra = held + 'kvtune_router_setting{setting="holdout_ratio"} 0.1\n'
+        (tmp_path / file.name).write_text(file.read_text().replace(held, extra))
+    held_out = advice(tmp_path)
+    assert held_out["evidence"]["holdout_ratio"] == 0.1 and "hold-out 10 %)" in render_table(held_out)
+
+
 def test_without_usage_there_is_no_ttl(snapshots: Snapshots) -> None:
     one = ttl(advice(snapshots(**PRESSED, expose_vllm=False)))
     assert one["status"] == "insufficient" and one["reason_code"] == "missing_series"
@@ -263,6 +305,10 @@ def test_two_decode_engines_are_advised_for_one_of_them(snapshots: Snapshots, tm
         (tmp_path / file.name.replace("-d.", "-e.")).write_text(half.replace('"d0"', '"e0"'))
     one, two = advice(whole), advice(tmp_path)
     assert two["evidence"]["decode_engines"] == 2 and two["evidence"]["pool_tokens"] == 750_000
+    assert "pool 750.0k tokens each" in heading(two) and "each" not in heading(one)
+    for file in tmp_path.glob("*-e.prom"):
+        file.write_text(file.read_text().replace('kv_pool_tokens"} 750000.0', 'kv_pool_tokens"} 740000.0'))
+    assert "tokens on the tightest" in heading(advice(tmp_path))
     assert two["evidence"]["kappa"] == pytest.approx(one["evidence"]["kappa"], rel=0.02)
     assert ttl(two)["status"] == "change" and 15 <= ttl(two)["recommended"] < ttl(one)["recommended"]
 
@@ -338,12 +384,49 @@ def test_a_restarted_deployment_is_still_advised(snapshots: Snapshots) -> None:
         ({"ttl": 7200.0, "pool": 50_000_000}, "keep", "pool_slack"),
         ({"ttl": 7200.0, "pool": 1_500_000}, "change", "pool_pressure"),
         ({"pool": 60_000, "active": 10_000.0}, "off", "does_not_pay"),
+        ({**CROWDED, "ttl": 10.0}, "keep", "floor_does_not_fit"),
+        ({**CROWDED, "ttl": 7.0}, "keep", "floor_does_not_fit"),
+        ({**CROWDED, "ttl": 5.0}, "keep", "floor_does_not_fit"),
+        ({**CROWDED, "ttl": 4.0}, "keep", "floor_does_not_fit"),
+        ({**CROWDED, "ttl": 480.0}, "off", "does_not_fit"),
     ],
 )
 def test_settings_and_pools_at_the_edges(snapshots: Snapshots, world: dict, status: str, code: str) -> None:
-    document = advice(snapshots(**{**PRESSED, **world}))
+    document = advice(snapshots(**{**PRESSED, **world}), explain=True)
+    assert max(map(len, render_table(document).splitlines())) <= 100
     assert (ttl(document)["status"], ttl(document)["reason_code"]) == (status, code), ttl(document)["reason"]
-    assert ("ttl_useless" in codes(document)) == (world.get("ttl") == 5.0)
+    assert ("ttl_useless" in codes(document)) == (world.get("ttl", 480.0) <= 5.0)
+    if code in ("floor_does_not_fit", "does_not_fit"):
+        assert ttl(document)["clamped_by"] == ["memory", "floor"] and "has room" not in ttl(document)["reason"]
+
+
+@pytest.mark.parametrize("value", ["0", "0.5", "100.5", "200000", "1e7"])
+def test_any_threshold_in_force_is_compared_with(
+    snapshots: Snapshots, small_answers: dict, tmp_path: Path, value: str
+) -> None:
+    document = advice(_with_setting(snapshots(**small_answers), tmp_path, "kv_recompute_threshold", value))
+    one = tau(document)
+    assert one["status"] == "change" and one["effects"]
+    assert {one["current"], one["recommended"]} <= {row["value"] for row in one["counterfactual"]}
+    assert max(map(len, render_table(document).splitlines())) <= 100
+
+
+@pytest.mark.parametrize("value", ["1e7", "1e9", "1e15"])
+def test_a_huge_ttl_in_force_is_answered_at_once(snapshots: Snapshots, tmp_path: Path, value: str) -> None:
+    began = time.process_time()
+    document = advice(_with_setting(snapshots(**PRESSED), tmp_path, "decoder_kv_blocks_ttl", value), explain=True)
+    assert time.process_time() - began < 10
+    assert ttl(document)["status"] == "change" and ttl(document)["current"] == float(value)
+    text = render_table(document)
+    assert max(map(len, text.splitlines())) <= 100 and "e+" not in text.split("explain")[0]
+
+
+def _with_setting(source: Path, target: Path, setting: str, value: str) -> Path:
+    for file in source.iterdir():
+        lines = file.read_text().splitlines()
+        lines = [f"{x.rsplit(' ', 1)[0]} {value}" if f'setting="{setting}"' in x else x for x in lines]
+        (target / file.name).write_text("\n".join(lines) + "\n")
+    return target
 
 
 def test_a_threshold_of_zero_is_a_setting_too(snapshots: Snapshots) -> None:

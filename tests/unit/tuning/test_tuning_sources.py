@@ -19,9 +19,10 @@ from kvtune_telemetry.clock import ScaledClock, SystemClock
 from kvtune_tuning.api import suggest_series, suggest_snapshots
 from kvtune_tuning.document import exit_code, schema
 from kvtune_tuning.errors import TuningError, UsageError
-from kvtune_tuning.exposition import parse
+from kvtune_tuning.exposition import check_known, parse
 from kvtune_tuning.names import CATALOGUED, VLLM
 from kvtune_tuning.recording import SnapshotWriter, names_of, normalise, record, target_name
+from kvtune_tuning.render import render_table
 from kvtune_tuning.sources import _chunks, query_prometheus, read_snapshots, scrape_live
 
 Snapshots = Callable[..., Path]
@@ -152,6 +153,142 @@ def test_nan_gauges_do_not_get_into_the_document(snapshots: Snapshots, tmp_path:
     assert document["evidence"]["samples_dropped"] > 0
     assert {"not_finite"} <= {c["code"] for c in document["checks"]}
     assert document["recommendations"][0]["reason_code"] == "missing_series"
+
+
+IMPLAUSIBLE = [
+    ("vllm:kv_cache_usage_perc", "-1e18"),
+    ("vllm:kv_cache_usage_perc", "-0.01"),
+    ("vllm:kv_cache_usage_perc", "1.51"),
+    ("vllm:kv_cache_usage_perc", "97.5"),
+    ("vllm:num_requests_waiting", "-1"),
+    ('kvtune_retained_tokens{engine="d0"', "-1e18"),
+    ('kvtune_retained_tokens{engine="d0"', "1e30"),
+    ('kvtune_retained_requests{engine="d0"', "-3"),
+    ("kvtune_conversations_remembered", "-1e18"),
+    ("kv_pool_tokens", "-1500000"),
+    ("kv_pool_tokens", "1e300"),
+    ("decoder_kv_blocks_ttl", "-480"),
+    ("kv_recompute_threshold", "-1"),
+    ("kvtune_turn_ends_total", "-1e18"),
+]
+
+
+@pytest.mark.parametrize("always", [True, False])
+@pytest.mark.parametrize(("name", "value"), IMPLAUSIBLE)
+def test_values_that_cannot_be_are_left_out_and_said(
+    snapshots: Snapshots, tmp_path: Path, name: str, value: str, always: bool
+) -> None:
+    """`always`: in every scrape; else in one, which must not change what is advised."""
+    source = snapshots(pool=1_500_000, interval=600.0)
+    spoilt = 0
+    for k, file in enumerate(sorted(source.iterdir())):
+        lines = file.read_text().splitlines()
+        for i, line in enumerate(lines):
+            if line.startswith(name) or f'"{name}"' in line:
+                spoil = always or 9 <= k <= 11
+                lines[i] = f"{line.rsplit(' ', 1)[0]} {value}" if spoil else line
+                spoilt += spoil
+        (tmp_path / file.name).write_text("\n".join(lines) + "\n")
+    assert spoilt
+    document = suggest_snapshots(tmp_path)
+    jsonschema.validate(document, schema())
+    told = [check["message"] for check in document["checks"] if check["code"] == "implausible"]
+    assert len(told) == 1 and name.split("{")[0] in told[0], told
+    assert document["evidence"]["samples_dropped"] == spoilt
+    facts, (advice, _) = document["evidence"], document["recommendations"]
+    for number in (facts["kv_usage_p99"], facts["active_tokens_mean"], facts["retained_tokens_mean"], facts["turns"]):
+        assert number is None or 0 <= number < 1e12
+    assert "e+" not in advice["reason"] and "-1" not in advice["reason"]
+    if not always:
+        whole = suggest_snapshots(source)["recommendations"][0]
+        assert (advice["status"], advice["current"]) == (whole["status"], whole["current"])
+    elif name == "vllm:kv_cache_usage_perc":
+        assert advice["reason_code"] == "missing_series" and facts["kv_usage_p99"] is None
+    elif name == "kv_pool_tokens":
+        assert advice["reason_code"] == "missing_series" and facts["pool_tokens"] is None
+    elif name == "decoder_kv_blocks_ttl":
+        assert advice["current_assumed"] and advice["current"] == 480
+
+
+def test_a_usage_that_rounds_above_one_is_kept(snapshots: Snapshots, tmp_path: Path) -> None:
+    for file in snapshots(pool=1_500_000, interval=600.0).iterdir():
+        (tmp_path / file.name).write_text(file.read_text().replace('"m"} 1.0\n', '"m"} 1.02\n'))
+    document = suggest_snapshots(tmp_path)
+    assert document["evidence"]["kv_usage_p99"] == 1.02
+    assert "implausible" not in {check["code"] for check in document["checks"]}
+
+
+def test_hints_name_the_routers_own_metrics_port(tmp_path: Path) -> None:
+    from kvtune_router.config import RouterConfig
+
+    port = str(RouterConfig.__dataclass_fields__["metrics_port"].default)
+    with pytest.raises(UsageError) as bad_url:
+        normalise("ftp://x")
+    with pytest.raises(TuningError) as junk:
+        parse("<html>", "x")
+    with pytest.raises(TuningError) as stranger:
+        check_known("up 1\n", "x")
+    hints = [suggest_snapshots(tmp_path)["error"]["hint"], *(e.value.hint for e in (bad_url, junk, stranger))]
+    assert all(f"{port}" in hint and "9100" not in hint for hint in hints), hints
+
+
+@pytest.mark.parametrize(
+    ("page", "code"),
+    [
+        ("up 1\n", "no_known_series"),
+        ("", "no_known_series"),
+        ("# HELP kvtune_turns_total x\n", "no_known_series"),
+        ("my_kvtune_turns_total 1\n", "no_known_series"),
+        ('{"status": "ok"}', "not_an_exposition"),
+        ("vllm:num_requests_waiting soon\n", "not_an_exposition"),
+        ("kvtune_build_info 1\n", None),
+        ('vllm:request_success_total{a="b"} 1\n', None),
+        (PAGE, None),
+    ],
+)
+def test_pages_of_ours_are_known(page: str, code: str | None) -> None:
+    try:
+        check_known(page, "http://h/health")
+    except TuningError as error:
+        assert error.code == code and error.message.startswith("http://h/health") and error.hint
+    else:
+        assert code is None
+
+
+async def test_a_target_that_turns_into_something_else_is_a_failed_scrape(tmp_path: Path) -> None:
+    """A proxy that answers for an engine that restarts must not end a long recording, nor get into it."""
+    calls = 0
+
+    async def fetch(_: str) -> str:
+        nonlocal calls
+        calls += 1
+        return "<html>503</html>" if calls == 2 else PAGE
+
+    clock = ScaledClock.starting_now(1000.0)
+    done = await record(["r:1"], tmp_path, clock, 50.0, asyncio.Event(), duration_s=150.0, fetch=fetch)
+    assert done.snapshots == done.rounds - 1 and done.failures == {"r_1": 1}
+    assert read_snapshots(tmp_path).increase("kvtune_turns_total") == 0
+
+
+async def test_the_time_of_a_simulation_is_said_to_be_one(snapshots: Snapshots, tmp_path: Path) -> None:
+    async def fetch(_: str) -> str:
+        return PAGE
+
+    for scale, model_time in ((1000.0, True), (1.0, False)):
+        clock = ScaledClock.starting_now(scale)
+        directory = tmp_path / f"{scale:g}"
+        duration = 0.2 * scale
+        await record(["r:1"], directory, clock, duration, asyncio.Event(), duration_s=duration, fetch=fetch)
+        document = suggest_snapshots(directory)
+        jsonschema.validate(document, schema())
+        assert document["window"]["model_time"] is model_time
+        assert ("model time" in render_table(document)) is model_time
+        live = await scrape_live(
+            ["r:1"], clock, interval_s=duration, duration_s=duration, stop=asyncio.Event(), fetch=fetch
+        )
+        assert (live.ahead_s > 10) is model_time
+        assert (live.last(1e9).ahead_s > 10) is model_time
+    assert suggest_snapshots(snapshots(pool=1_500_000, interval=600.0))["window"]["model_time"] is False
 
 
 def test_a_writer_leaves_whole_files_only(tmp_path: Path) -> None:
