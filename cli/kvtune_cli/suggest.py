@@ -34,6 +34,9 @@ def suggest(
     ] = None,
     output: Annotated[str, typer.Option("--format", metavar="table|json|yaml", help="What to print.")] = "table",
     explain: Annotated[bool, typer.Option("--explain", help="Print formulas, numbers and queries too.")] = False,
+    samples: Annotated[
+        Path | None, typer.Option("--samples", metavar="FILE", help="Write every sample that was read, as CSV.")
+    ] = None,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 4 when a change is advised.")] = False,
 ) -> None:
     """Recommend decoder_kv_blocks_ttl and kv_recompute_threshold from live metrics.
@@ -53,5 +56,6 @@ def suggest(
             exit_code=exit_code,
             interval=interval,
             duration=duration,
+            samples=samples,
         )
     )

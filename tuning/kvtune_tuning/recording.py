@@ -191,8 +191,6 @@ async def scrape_rounds(
         except TuningError as error:
             done.failures[name] = done.failures.get(name, 0) + 1
             done.last_failure[name] = error.message
-            if complain is not None:
-                complain(error.message)
             return error
         known.add(name)
         sink(arrived, name, text)
@@ -209,6 +207,9 @@ async def scrape_rounds(
             raise strangers[0]
         if done.rounds == 1 and len(failed) == len(targets):
             raise failed[0]
+        if complain is not None:
+            for error in failed:
+                complain(error.message)
         elapsed = clock.now() - began
         if last or stop.is_set() or (duration_s is not None and elapsed >= duration_s):
             return done

@@ -94,6 +94,7 @@ def run_suggest(
     exit_code: bool,
     interval: str | None = None,
     duration: str | None = None,
+    samples: Path | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
     clock: Clock | None = None,
@@ -138,7 +139,9 @@ def run_suggest(
         else:
             source = {"kind": "snapshot", "where": [str(snapshot)]}
         assert total_s is not None
-        report = _suggest(source, prometheus, scrape, snapshot, window_s, explain, every_s, total_s, err, clock)
+        report = _suggest(
+            source, prometheus, scrape, snapshot, window_s, explain, every_s, total_s, err, clock, samples
+        )
         code = documents.exit_code(report, signal_change=exit_code)
     except TuningError as error:
         report = documents.failed(error, source)
@@ -159,6 +162,7 @@ def _suggest(
     duration_s: float,
     err: TextIO,
     clock: Clock | None,
+    samples: Path | None,
 ) -> dict[str, Any]:
     from kvtune_tuning import sources
     from kvtune_tuning.api import suggest_series
@@ -173,6 +177,11 @@ def _suggest(
     else:
         assert snapshot is not None
         series = sources.read_snapshots(snapshot)
+    if samples is not None:
+        from kvtune_tuning.frames import write_samples
+
+        rows = write_samples(series, samples)
+        print(f"wrote {rows} samples to {samples}", file=err)
     return suggest_series(series, source, window_s=window_s, explain=explain, queries=queries)
 
 

@@ -209,6 +209,7 @@ def test_what_is_no_page_of_ours_is_refused_at_once(target: str, tmp_path: Path,
         assert code == 1 and out == ""
         message, hint = told(err)
         assert message.startswith(f"kvtune: http://{target}{path}") and "9400" in hint
+        assert err.count(message.removeprefix("kvtune: ")) == 1, "said once"
     assert not list(tmp_path.glob(f"*{path[1:]}*.prom"))
 
 
