@@ -69,6 +69,8 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         # The engine id may be configured and survive a restart; with data parallelism it names the rank.
         self.incarnation = f"{engine_id}:{uuid.uuid4().hex}"
         self._prefills: dict[str, _Prefill] = {}
+        # Prefills that have not been scheduled yet: a step looks at these, not at all that runs.
+        self._to_compute: set[str] = set()
         self._pulls: dict[str, _Pull] = {}
         self._ledger = RetentionLedger()
         self._events: list[events.ConnectorEvent] = []
@@ -96,6 +98,7 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
             known = self._prefills[request.request_id] = _Prefill(
                 self._offer(request, params), request.trace_headers, time.perf_counter()
             )
+            self._to_compute.add(request.request_id)
         known.local_tokens = num_computed_tokens
         known.verdict = verdict = decide(
             prompt_tokens=request.num_prompt_tokens,
@@ -260,11 +263,11 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
                 # vLLM steps empty batches for as long as blocks are held, at a full core.
                 time.sleep(self.settings.idle_sleep_ms / 1e3)
         else:
-            now = time.perf_counter()
-            for req_id in scheduler_output.num_scheduled_tokens:
+            for req_id in [one for one in self._to_compute if one in scheduler_output.num_scheduled_tokens]:
+                self._to_compute.discard(req_id)
                 known = self._prefills.get(req_id)
-                if known is not None and known.computing_s is None:
-                    known.computing_s = now
+                if known is not None:
+                    known.computing_s = time.perf_counter()
         return super().build_connector_meta(scheduler_output)
 
     # --- the end of a request ---------------------------------------------------------------------------------------
@@ -274,6 +277,7 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         params = request.kv_transfer_params
         self._pulls.pop(request.request_id, None)
         known = self._prefills.pop(request.request_id, None)
+        self._to_compute.discard(request.request_id)
         if not params:
             return super().request_finished(request, block_ids)
         if params.get("do_remote_decode"):
