@@ -11,7 +11,7 @@ TINY := $(VLLM_VENV)/tiny-model
 .PHONY: help demo demo-vllm test e2e e2e-prometheus e2e-vllm lint fmt check clean
 
 help:
-	@echo "make demo [ARGS='--json FILE ...']  the main job on simulated engines, with a report (about two minutes)"
+	@echo "make demo [ARGS='--json FILE ...']  the main job on simulated engines, with a report (two to three minutes)"
 	@echo "make demo-vllm                      the same on a real vLLM pair on this machine's CPUs, with a tiny model"
 	@echo "make test                           the test suite"
 	@echo "make e2e                            against a real Prometheus and a real vLLM pair on this machine's CPUs"
