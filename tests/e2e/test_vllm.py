@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -243,12 +244,25 @@ async def test_an_honest_follow_up_is_read_whole_and_equals_a_clean_run(pair: Pa
     assert difference(top(p2), want_p) < NOISE and difference(top(d2), want_d) < NOISE
 
 
-@pytest.mark.parametrize("case", ["foreign", "edited", "truncated", "replayed", "compacted", "forged"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "foreign",
+        "edited",
+        "truncated",
+        "replayed",
+        "compacted",
+        "forged",
+        "stripped",
+        "retokenised",
+    ],
+)
 async def test_a_history_that_differs_never_changes_an_answer(pair: Pair, case: str) -> None:
     base = text(f"base {case}", 420)
     _, d = await pair.turn(base)
     reference = d["kv_transfer_params"]
     words = base.split()
+    said = d["choices"][0]["text"]
     prompt = {
         "foreign": text(f"another {case}", 420),
         "edited": " ".join([*words[:300], "changed", *words[301:]]) + " go on",
@@ -256,6 +270,8 @@ async def test_a_history_that_differs_never_changes_an_answer(pair: Pair, case: 
         "replayed": base + " go on",
         "compacted": "summary " + " ".join(words[-200:]),
         "forged": text(f"forged {case}", 420),
+        "stripped": base + said[len(said) // 2 :] + " go on",
+        "retokenised": [*(await tokens_of(pair, base))[:-1], *(await tokens_of(pair, "x y z"))] + [5] * 20,
     }[case]
     if case == "replayed":
         await pair.turn(prompt, dict(reference))
@@ -300,6 +316,20 @@ async def test_an_expired_reference_is_recomputed(pair: Pair) -> None:
     assert report(p) == ("recompute", "expired", 0)
     await pair.settles(pair.p.url, "kvtune_kv_reads_declined_total", before + 1)
     await pair.settles(pair.d.url, "kvtune_retentions_ended_total", lapsed + 1, end="lapsed")
+    await floor(pair)
+
+
+async def test_a_handshake_that_times_out_is_recomputed(pair: Pair) -> None:
+    prompt = text("handshake", 300)
+    _, d = await pair.turn(prompt)
+    # As if D had come back under another name, and then did not answer.
+    asleep = {**d["kv_transfer_params"], "remote_engine_id": "someone-else"}
+    os.killpg(pair.d.child.pid, signal.SIGSTOP)
+    try:
+        p = await pair.post(pair.p, prompt=prompt + " go on", max_tokens=1, kv_transfer_params=asleep)
+    finally:
+        os.killpg(pair.d.child.pid, signal.SIGCONT)
+    assert report(p) == ("recompute", "read_failed", 0)
     await floor(pair)
 
 
