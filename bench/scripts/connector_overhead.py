@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,7 @@ def scheduler_step() -> tuple[float, float]:
     from vllm.v1.outputs import KVConnectorOutput
 
     from kvtune_connector.nixl_scheduler import ConnectorScheduler
+    from kvtune_connector.nixl_worker import WorkerNews
     from kvtune_connector.settings import ConnectorSettings
 
     output = SimpleNamespace(
@@ -51,7 +53,8 @@ def scheduler_step() -> tuple[float, float]:
         made.__dict__.update(
             _reqs_need_recv={}, _reqs_need_send={}, _reqs_in_batch=set(), _reqs_not_processed=set(),
             use_host_buffer=False, _heartbeat_by_engine={}, _prefills={}, _to_compute=set(), _pulls={}, _events=[],
-            _offsets={}, settings=ConnectorSettings(), _heartbeat_req_engine={},
+            _offsets={}, _rest_s=0.0, _steps=deque(),
+            _news=WorkerNews(), _gone={}, _lockstep=False, settings=ConnectorSettings(), _heartbeat_req_engine={},
         )  # fmt: skip
         return made
 

@@ -75,10 +75,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vllm-python", required=True)
     parser.add_argument("--vllm-model", type=Path, required=True)
+    parser.add_argument("--connector", choices=("kvtune", "stock", "both"), default="both")
     given = parser.parse_args()
     logs = Path(tempfile.mkdtemp(prefix="kvtune-idle-"))
     print(f"cores in use over {WATCH_S:g} s of idleness, while decode retains one turn ({os.cpu_count()} cores here)")
-    for connector in ("kvtune", "stock"):
+    for connector in ("kvtune", "stock") if given.connector == "both" else (given.connector,):
         cores = asyncio.run(measure(connector, given.vllm_python, given.vllm_model, logs))
         print(f"{connector:8} decode {cores['decode']:.2f}   prefill {cores['prefill']:.2f}", flush=True)
 

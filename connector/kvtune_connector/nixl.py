@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
 
 from kvtune_connector.nixl_scheduler import ConnectorScheduler
-from kvtune_connector.nixl_stats import ConnectorPromMetrics, ConnectorStats
+from kvtune_connector.nixl_stats import EVENTS, ConnectorPromMetrics, ConnectorStats
 from kvtune_connector.nixl_worker import ConnectorWorker
 from kvtune_connector.relax import relax_cpu_platform
 from kvtune_connector.settings import VERSION_OVERRIDE, check_version, read_settings
@@ -44,7 +44,10 @@ class NixlConnector(NixlPullConnector):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
         """Statistics from what came over the wire."""
-        return ConnectorStats(data=data) if data is not None else ConnectorStats()
+        if data is None:
+            return ConnectorStats()
+        # Only vLLM's log line reads these; an interval with nothing but our events has no line in stock either.
+        return ConnectorStats(data={key: value for key, value in data.items() if key != EVENTS})
 
     @classmethod
     def build_prom_metrics(

@@ -6,8 +6,8 @@ import math
 import time
 import uuid
 from array import array
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from dataclasses import dataclass, replace
 from typing import Any
 
 from loguru import logger
@@ -26,6 +26,9 @@ from kvtune_telemetry import events
 from kvtune_telemetry.vocabulary import Decision, Direction, End, Missed, Reason
 
 _REQUIRED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+_FIRST_REST_S = 0.0005
+_STEPS = 64
+_REMEMBERED_GONE = 4096
 _REMEMBERED = 65_536
 """References this reader remembers to have used; each is a few hundred bytes."""
 _ENDS = {end.value for end in End}
@@ -41,6 +44,7 @@ class _Prefill:
     headers: Any
     """The request's trace headers; None unless vLLM traces."""
     asked_s: float
+    prompt_tokens: int
     local_tokens: int = 0
     verdict: Verdict | None = None
     booked: bool = False
@@ -75,6 +79,11 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         self._ledger = RetentionLedger()
         self._events: list[events.ConnectorEvent] = []
         self._offsets: dict[str, float] = {}
+        self._news = WorkerNews()
+        self._gone: OrderedDict[str, _Prefill] = OrderedDict()
+        self._steps: deque[bool] = deque(maxlen=_STEPS)
+        self._lockstep = vllm_config.parallel_config.data_parallel_size > 1
+        self._rest_s = min(_FIRST_REST_S, settings.idle_sleep_ms / 1e3)
         self._used: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._ranks = max(1, self.transfer_tp_size)
         config = vllm_config.kv_transfer_config
@@ -96,9 +105,13 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         known = self._prefills.get(request.request_id)
         if known is None:
             known = self._prefills[request.request_id] = _Prefill(
-                self._offer(request, params), request.trace_headers, time.perf_counter()
+                self._offer(request, params), request.trace_headers, time.perf_counter(), request.num_prompt_tokens
             )
             self._to_compute.add(request.request_id)
+        offer = known.offer
+        if offer is not None and (params["remote_engine_id"], params["remote_request_id"]) in self._used:
+            # Another request may have used it since this one was looked at first.
+            known.offer = replace(offer, verified_tokens=None, consumed=True)
         known.local_tokens = num_computed_tokens
         known.verdict = verdict = decide(
             prompt_tokens=request.num_prompt_tokens,
@@ -108,7 +121,8 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
             threshold_tokens=self.settings.threshold_tokens,
             margin_s=EXPIRY_MARGIN_S,
             require_fingerprint=self.settings.require_fingerprint,
-            enabled=self.is_bidirectional_kv_xfer_enabled,
+            # With a host buffer vLLM queues no read-back: waiting for one would be for ever.
+            enabled=self.is_bidirectional_kv_xfer_enabled and not self.use_host_buffer,
         )
         return (verdict.fetch_tokens, True) if verdict.decision is Decision.FETCH else (0, False)
 
@@ -119,11 +133,12 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         expiry = params.get("remote_blocks_expiry_time")
         offset = self._offsets.get(params["remote_engine_id"])
         deadline = expiry - offset if expiry is not None and offset is not None else None
-        if (params["remote_engine_id"], params["remote_request_id"]) in self._used:
-            return Offer(tokens, None, deadline, consumed=True)
         held = wire.read_fingerprint(params)
         verified: int | None = None
-        if held is not None:
+        if held is None and tokens > request.num_prompt_tokens and self._tail_only(params):
+            verified = 0
+        elif held is not None and expiry is not None:
+            # Without its deadline a proven reference may name blocks that are long another request's.
             prompt = request.prompt_token_ids
             proven = verified_prefix(held, array("I", prompt), seed=seed_of(request)) if prompt else 0
             verified = self._readable(params, min(proven, held.tokens), tokens)
@@ -131,14 +146,17 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
 
     def _readable(self, params: dict[str, Any], proven: int, offered: int) -> int:
         """How much of a proven prefix can be read: all of the sequence, else whole blocks of both sides."""
-        if proven >= offered:
-            return offered
-        if self._is_hma_required or len(params["remote_block_ids"]) != 1:
-            # Sliding windows and states are exported for the end of the sequence only: all or nothing.
-            return 0
         remote = wire.read_block_size(params) or self.block_size
+        if proven >= offered and (remote == self.block_size or self._tail_only(params)):
+            return offered
+        if self._tail_only(params):
+            return 0
         whole = math.lcm(int(remote), int(self.block_size))
         return proven // whole * whole
+
+    def _tail_only(self, params: dict[str, Any]) -> bool:
+        """Whether blocks are exported for the end of the sequence only (sliding windows, states): all or nothing."""
+        return bool(self._is_hma_required) or len(params["remote_block_ids"]) != 1
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request is admitted: act on the decision, and book it, once."""
@@ -159,8 +177,17 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
                 self._used.popitem(last=False)
         if external > 0:
             known.admitted_s = time.perf_counter()
+            if external < verdict.fetch_tokens:
+                verdict = known.verdict = replace(
+                    verdict, fetch_tokens=external, use_tokens=known.local_tokens + external
+                )
             self._cut(params, verdict.use_tokens)
             return
+        if verdict.decision is Decision.FETCH:
+            # The scheduler loads nothing for it (prompt log-probabilities, another connector's hit): give it back.
+            verdict = known.verdict = Verdict(
+                Decision.RECOMPUTE, Reason.DISABLED, 0, verdict.available_tokens, 0, notify_release=True
+            )
         if known.offer is not None and not verdict.notify_release:
             # Gone or going: a notification could name blocks that are another request's by now.
             params["remote_block_ids"] = None
@@ -169,7 +196,7 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
             params["remote_request_id"] = f"{params['remote_request_id']}{MARK}{why.value}"
         if verdict.reason is Reason.EXPIRED:
             self._events.append(events.KvReadDeclined())
-        self._book(request, known, verdict.decision, verdict.reason, 0)
+        self._book(known, verdict.decision, verdict.reason, 0)
 
     def _cut(self, params: dict[str, Any], use: int) -> None:
         if use >= (params.get("remote_num_tokens") or 0):
@@ -179,7 +206,7 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         params["remote_num_tokens"] = use
         params["remote_block_ids"] = [group[:keep] for group in params["remote_block_ids"]]
 
-    def _book(self, request: Any, known: _Prefill, decision: Decision, reason: Reason, fetched: int) -> None:
+    def _book(self, known: _Prefill, decision: Decision, reason: Reason, fetched: int) -> None:
         if known.booked:
             return
         known.booked = True
@@ -188,7 +215,7 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
             events.PrefillDecided(
                 decision,
                 reason,
-                request.num_prompt_tokens,
+                known.prompt_tokens,
                 known.local_tokens,
                 fetched,
                 verdict.available_tokens if verdict is not None else 0,
@@ -214,22 +241,29 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         """Reads that arrived or failed, retentions that ended."""
         super().update_connector_output(connector_output)
         now = time.perf_counter()
-        news = connector_output.kv_connector_worker_meta
-        news = news if isinstance(news, WorkerNews) else WorkerNews()
-        self._offsets.update(news.offsets)
-        self._events.extend(events.KvLateNotification() for _ in range(news.late))
-        failed = set(connector_output.failed_recving or ()) | news.failed
+        fresh = connector_output.kv_connector_worker_meta
+        news = self._news
+        if isinstance(fresh, WorkerNews):
+            # Kept: rank 0 tells when it is done, vLLM reports a request when the last rank is.
+            news.aggregate(fresh)
+            self._offsets.update(fresh.offsets)
+            self._events.extend(events.KvLateNotification() for _ in range(fresh.late))
+        failed = set(connector_output.failed_recving or ())
         for req_id in connector_output.finished_recving or ():
-            self._received(req_id, now, news, req_id in failed)
+            self._received(req_id, now, news, req_id in failed or req_id in news.failed)
+            news.reads.pop(req_id, None)
+            news.failed.discard(req_id)
+            news.declined.discard(req_id)
         for req_id in connector_output.finished_sending or ():
-            told = news.ended.get(req_id, End.READ.value)
+            told = news.ended.pop(req_id, End.READ.value)
             end = End(told) if told in _ENDS else End.READ
             ended = self._ledger.end(req_id, end, now)
             if ended is not None:
                 self._events.append(ended)
 
     def _received(self, req_id: str, now: float, news: WorkerNews, failed: bool) -> None:
-        known, pull = self._prefills.get(req_id), self._pulls.pop(req_id, None)
+        known = self._prefills.get(req_id) or self._gone.pop(req_id, None)
+        pull = self._pulls.pop(req_id, None)
         seconds, size = news.reads.get(req_id, (0.0, 0))
         if known is not None and known.admitted_s is not None and known.verdict is not None:
             if failed:
@@ -243,6 +277,7 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
                 return
             known.arrived_s = now
             tokens = known.verdict.fetch_tokens
+            self._book(known, known.verdict.decision, known.verdict.reason, tokens)
             emit_read(known.headers, Direction.D2P, known.admitted_s, now, tokens, seconds, size * self._ranks)
             self._events.append(
                 events.KvRead(Direction.D2P, tokens, size * self._ranks, seconds, now - known.admitted_s)
@@ -259,23 +294,33 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Note which prefills begin to compute; rest when there is nothing to do but hold blocks."""
         if scheduler_output.total_num_scheduled_tokens == 0:
-            if self.settings.idle_sleep_ms and not self._reqs_need_recv:
-                # vLLM steps empty batches for as long as blocks are held, at a full core.
-                time.sleep(self.settings.idle_sleep_ms / 1e3)
+            if self._may_rest():
+                # vLLM steps empty batches for as long as blocks are held, at a full core. The rest grows from step to
+                # step: what comes soon after work finds the engine awake.
+                time.sleep(self._rest_s)
+                self._rest_s = min(2 * self._rest_s, self.settings.idle_sleep_ms / 1e3)
         else:
+            self._rest_s = min(_FIRST_REST_S, self.settings.idle_sleep_ms / 1e3)
             for req_id in [one for one in self._to_compute if one in scheduler_output.num_scheduled_tokens]:
                 self._to_compute.discard(req_id)
                 known = self._prefills.get(req_id)
                 if known is not None:
                     known.computing_s = time.perf_counter()
+        self._steps.append(scheduler_output.total_num_scheduled_tokens > 0)
         return super().build_connector_meta(scheduler_output)
+
+    def _may_rest(self) -> bool:
+        """Whether nobody waits for this step: no rank in lockstep, no batch in flight, no KV on its way."""
+        if not self.settings.idle_sleep_ms or self._lockstep or self._reqs_need_recv or self._pulls:
+            return False
+        reading = any(known.admitted_s is not None and known.arrived_s is None for known in self._prefills.values())
+        return not reading and not any(self._steps)
 
     # --- the end of a request ---------------------------------------------------------------------------------------
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Export what the other side needs; on D with proof, and for as long as the router asks."""
         params = request.kv_transfer_params
-        self._pulls.pop(request.request_id, None)
         known = self._prefills.pop(request.request_id, None)
         self._to_compute.discard(request.request_id)
         if not params:
@@ -290,10 +335,13 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
             return delay, exported
         verdict = known.verdict
         fetched = verdict.fetch_tokens if verdict is not None and known.arrived_s is not None else 0
-        if known.arrived_s is not None and verdict is not None:
-            self._book(request, known, verdict.decision, verdict.reason, fetched)
-        elif not known.booked and known.failure is not None:
-            self._book(request, known, Decision.RECOMPUTE, known.failure, 0)
+        if known.failure is not None:
+            self._book(known, Decision.RECOMPUTE, known.failure, 0)
+        elif known.admitted_s is not None and known.arrived_s is None:
+            # Aborted while the read is under way: it will arrive all the same.
+            self._gone[request.request_id] = known
+            while len(self._gone) > _REMEMBERED_GONE:
+                self._gone.popitem(last=False)
         if exported is None or verdict is None:
             return delay, exported
         computed = request.num_prompt_tokens - known.local_tokens - fetched
@@ -314,6 +362,9 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         return delay, exported
 
     def _decoded(self, request: Any, block_ids: Any, params: dict[str, Any]) -> tuple[bool, dict[str, Any] | None]:
+        if not params.get(_READ) and not params.get("do_remote_prefill"):
+            # Parameters that ask for nothing: stock would hold the blocks, and no worker would ever let them go.
+            return False, None
         finished = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         ttl = self.settings.retention_s(wire.read_retain_s(params))
         if finished and self.is_bidirectional_kv_xfer_enabled and ttl == 0:
@@ -330,16 +381,8 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
             self._events.append(events.RetentionMissed(self._why_missed(request)))
             return delay, exported
         held = min(exported["remote_num_tokens"], len(request.all_token_ids))
-        exported[wire.KEY] = wire.reference_extras(
-            fingerprint=fingerprint(
-                array("I", request.all_token_ids[:held]),
-                stride=stride_for(held, self.block_size),
-                seed=seed_of(request),
-            ),
-            ttl_s=ttl,
-            block_size=self.block_size,
-            incarnation=self.incarnation,
-        )
+        if getattr(request, "prompt_embeds", None) is None:
+            exported[wire.KEY] = self._proof(request, held, ttl)
         self._events.append(
             self._ledger.start(
                 request.request_id,
@@ -351,13 +394,28 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         )
         return delay, exported
 
+    def _proof(self, request: Any, held: int, ttl: float) -> dict[str, Any]:
+        """What makes a reference provable. Prompts of embeddings have no token ids to prove."""
+        return wire.reference_extras(
+            fingerprint=fingerprint(
+                array("I", request.all_token_ids[:held]),
+                stride=stride_for(held, self.block_size),
+                seed=seed_of(request),
+            ),
+            ttl_s=ttl,
+            block_size=self.block_size,
+            incarnation=self.incarnation,
+        )
+
     def _why_missed(self, request: Any) -> Missed:
         if not self.is_bidirectional_kv_xfer_enabled:
             return Missed.DISABLED
         return Missed.ABORTED if request.status == RequestStatus.FINISHED_ABORTED else Missed.ERROR
 
     def take_stats(self) -> ConnectorStats | None:
-        """The events since the last call, as statistics; None for none."""
+        """The events since the last call, as statistics; None for none. Called once for each processed step."""
+        if self._steps:
+            self._steps.popleft()
         found, self._events = self._events, []
         return of_events(found)
 

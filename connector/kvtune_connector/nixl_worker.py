@@ -13,6 +13,7 @@ from kvtune_connector.nixl_stats import ConnectorStats
 from kvtune_connector.settings import ConnectorSettings
 from kvtune_telemetry.vocabulary import End
 
+_ENDS = {end.value for end in End}
 MARK = "#kvtune-"
 """Separates a request id from the reason a reader gives for releasing it unread."""
 
@@ -57,6 +58,7 @@ class ConnectorWorker(NixlPullConnectorWorker):
         self._told_offsets: dict[str, float] = {}
         self._reading: str | None = None
         self._begun: dict[str, float] = {}
+        self._reads: dict[str, tuple[float, int]] = {}
         self._stock_notifs = self.nixl_wrapper.get_new_notifs
         self.nixl_wrapper.get_new_notifs = self._notifs
         self._stock_telemetry = self.nixl_wrapper.get_xfer_telemetry
@@ -65,7 +67,8 @@ class ConnectorWorker(NixlPullConnectorWorker):
     # --- reads ------------------------------------------------------------------------------------------------------
 
     def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
-        self._begun.setdefault(req_id, time.perf_counter())
+        if meta.awaiting_kvs:
+            self._begun.setdefault(req_id, time.perf_counter())
         super()._read_blocks_for_req(req_id, meta)
 
     def _is_turn2_read_expired(self, meta: Any) -> bool:
@@ -101,22 +104,24 @@ class ConnectorWorker(NixlPullConnectorWorker):
             told = None
         req_id = self._reading
         if req_id is not None:
-            seconds, size = self._news.reads.get(req_id, (0.0, 0))
+            seconds, size = self._reads.get(req_id, (0.0, 0))
             if told is not None:
                 seconds, size = max(seconds, told.xferDuration / 1e6), size + int(told.totalBytes)
             elif req_id in self._begun:
                 seconds = time.perf_counter() - self._begun[req_id]
-            self._news.reads[req_id] = (seconds, size)
+            self._reads[req_id] = (seconds, size)
         return told
 
     def get_transfer_results(self) -> Any:
         """Stock results, with the failures noted."""
         results = super().get_transfer_results()
-        for req_id in results.failed_recving or ():
-            self._news.reads.pop(req_id, None)
-            self._news.failed.add(req_id)
-        for req_id in results.finished_recving or ():
+        failed = results.failed_recving or set()
+        self._news.failed |= failed
+        for req_id in (results.finished_recving or set()) | failed:
             self._begun.pop(req_id, None)
+            read = self._reads.pop(req_id, None)
+            if read is not None and req_id not in failed:
+                self._news.reads[req_id] = read
         return results
 
     # --- retentions -------------------------------------------------------------------------------------------------
@@ -127,11 +132,13 @@ class ConnectorWorker(NixlPullConnectorWorker):
         for agent, notifs in self._stock_notifs().items():
             plain = found[agent] = []
             for notif in notifs:
-                told, mark, rest = notif.decode().partition(MARK)
-                if not mark:
+                message = notif.decode()
+                told, mark, rest = message.rpartition(MARK)
+                reason, _, consumers = rest.rpartition(":")
+                # Request ids hold what clients send: only our own words, and never a heartbeat, are read as ours.
+                if not mark or reason not in _ENDS or message.startswith("HB:"):
                     plain.append(notif)
                     continue
-                reason, _, consumers = rest.rpartition(":")
                 self._news.ended[told] = reason
                 plain.append(f"{told}:{consumers}".encode())
         return found

@@ -31,8 +31,8 @@ class ConnectorSettings:
     min_retain_s: float = EXPIRY_MARGIN_S + 1.0
     max_retain_s: float | None = None
     """Bounds of what a router may ask for one request; None: the TTL."""
-    idle_sleep_ms: float = 2.0
-    """Rest of an engine step that has nothing to do but hold blocks; 0 spins as stock does."""
+    idle_sleep_ms: float = 10.0
+    """Longest rest of an engine step that has nothing to do but hold blocks; 0 spins as stock does."""
     progress_thread: bool | None = None
     """NIXL's progress thread; None: as vLLM does, except on the CPU platform, where it spins a core per worker."""
 
@@ -82,7 +82,7 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
         require_fingerprint=_flag(own, "require_fingerprint", True),
         min_retain_s=_number(own, "min_retain_s", EXPIRY_MARGIN_S + 1.0),
         max_retain_s=longest,
-        idle_sleep_ms=_number(own, "idle_sleep_ms", 2.0),
+        idle_sleep_ms=_number(own, "idle_sleep_ms", 10.0),
         progress_thread=progress,
     )
     if settings.idle_sleep_ms < 0 or settings.idle_sleep_ms > 100:
