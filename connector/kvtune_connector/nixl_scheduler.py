@@ -18,7 +18,7 @@ from kvtune_connector import wire
 from kvtune_connector.fingerprint import fingerprint, stride_for, verified_prefix
 from kvtune_connector.nixl_spans import DECISION, READ, emit
 from kvtune_connector.nixl_stats import ConnectorStats, of_events
-from kvtune_connector.nixl_worker import MARK, WorkerNews
+from kvtune_connector.nixl_worker import WorkerNews
 from kvtune_connector.policy import EXPIRY_MARGIN_S, Offer, Verdict, decide
 from kvtune_connector.retention import RetentionLedger
 from kvtune_connector.settings import ConnectorSettings
@@ -193,7 +193,7 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
             params["remote_block_ids"] = None
         elif known.offer is not None and wire.has_fingerprint(params):
             why = End.LOCAL_HIT if verdict.reason in (Reason.NONE, Reason.BELOW_THRESHOLD) else End.RELEASED
-            params["remote_request_id"] = f"{params['remote_request_id']}{MARK}{why.value}"
+            params["remote_request_id"] = wire.marked_release(params["remote_request_id"], why)
         if verdict.reason is Reason.EXPIRED:
             self._events.append(events.KvReadDeclined())
         self._book(known, verdict.decision, verdict.reason, 0)

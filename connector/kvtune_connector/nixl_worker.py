@@ -9,13 +9,10 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
+from kvtune_connector import wire
 from kvtune_connector.nixl_stats import ConnectorStats
 from kvtune_connector.settings import ConnectorSettings
 from kvtune_telemetry.vocabulary import End
-
-_ENDS = {end.value for end in End}
-MARK = "#kvtune-"
-"""Separates a request id from the reason a reader gives for releasing it unread."""
 
 
 @dataclass
@@ -132,15 +129,10 @@ class ConnectorWorker(NixlPullConnectorWorker):
         for agent, notifs in self._stock_notifs().items():
             plain = found[agent] = []
             for notif in notifs:
-                message = notif.decode()
-                told, mark, rest = message.rpartition(MARK)
-                reason, _, consumers = rest.rpartition(":")
-                # Request ids hold what clients send: only our own words, and never a heartbeat, are read as ours.
-                if not mark or reason not in _ENDS or message.startswith("HB:"):
-                    plain.append(notif)
-                    continue
-                self._news.ended[told] = reason
-                plain.append(f"{told}:{consumers}".encode())
+                message, given_back = wire.split_notification(notif.decode())
+                if given_back is not None:
+                    self._news.ended[given_back[0]] = given_back[1].value
+                plain.append(message.encode())
         return found
 
     def _get_new_notifs(self) -> set[str]:

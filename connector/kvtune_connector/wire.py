@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtune_connector.fingerprint import Fingerprint, FingerprintError
-from kvtune_telemetry.vocabulary import Decision, Reason
+from kvtune_telemetry.vocabulary import Decision, End, Reason
 
 KEY = "kvtune"
 """The one key that kvtune adds inside `kv_transfer_params`."""
@@ -54,6 +54,27 @@ def request_extras(*, retain_s: float | None = None, explore: bool = False) -> d
     if explore:
         extras["explore"] = True
     return extras
+
+
+_MARK = "#kvtune-"
+_ENDS = {end.value for end in End}
+
+
+def marked_release(remote_request_id: str, end: End) -> str:
+    """The request id that a reader which gives a reference back unread puts into its notification to D."""
+    return f"{remote_request_id}{_MARK}{end.value}"
+
+
+def split_notification(message: str) -> tuple[str, tuple[str, End] | None]:
+    """A notification `<request id>:<consumers>` as stock vLLM reads it, and the (request id, end) that a reader gave.
+
+    Request ids hold what clients send: only our own words at the end count, and never a heartbeat (`HB:`).
+    """
+    told, mark, rest = message.rpartition(_MARK)
+    reason, _, consumers = rest.rpartition(":")
+    if not mark or reason not in _ENDS or message.startswith("HB:"):
+        return message, None
+    return f"{told}:{consumers}", (told, End(reason))
 
 
 @dataclass(frozen=True, slots=True)
