@@ -19,8 +19,8 @@ from pathlib import Path
 import aiohttp
 
 from kvtune_bench.vllm_pair import VllmConfig, VllmServer, free_port
+from kvtune_router.requests import FIRST_TURN
 
-FIRST = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 SETTLE_S = 5.0
 WATCH_S = 10.0
 
@@ -52,7 +52,7 @@ async def measure(connector: str, python: str, model: Path, logs: Path) -> dict[
             servers[role] = await VllmServer.spawn(config, logs / f"{connector}-{role}.log")
             stack.push_async_callback(servers[role].stop)
         await asyncio.gather(*(server.ready() for server in servers.values()))
-        params: object = FIRST
+        params: object = FIRST_TURN
         for role, tokens in (("prefill", 1), ("decode", 16)):
             body = {
                 "model": "tiny",

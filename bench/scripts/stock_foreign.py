@@ -20,8 +20,7 @@ from typing import Any
 import aiohttp
 
 from kvtune_bench.vllm_pair import VllmConfig, VllmServer, free_port
-
-FIRST = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
+from kvtune_router.requests import FIRST_TURN
 
 
 def text(seed: str) -> str:
@@ -55,10 +54,10 @@ async def measure(connector: str, python: str, model: Path, logs: Path) -> str:
             stack.push_async_callback(servers[-1].stop)
         await asyncio.gather(*(server.ready() for server in servers))
         prefill, decode = servers
-        _, p = await leg(session, prefill, text("mine"), 1, FIRST)
+        _, p = await leg(session, prefill, text("mine"), 1, FIRST_TURN)
         _, d = await leg(session, decode, text("mine"), 24, p["kv_transfer_params"])
         status, foreign = await leg(session, prefill, text("another"), 1, d["kv_transfer_params"])
-        _, clean = await leg(session, prefill, text("another"), 1, FIRST)
+        _, clean = await leg(session, prefill, text("another"), 1, FIRST_TURN)
         if status != 200:
             return f"{connector}: HTTP {status}"
         tops = [answer["choices"][0]["logprobs"]["top_logprobs"][0] for answer in (foreign, clean)]

@@ -7,12 +7,7 @@ from typing import Annotated
 
 import typer
 
-
-class EngineRole(StrEnum):
-    """Choices of `--role`."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
+from kvtune_telemetry.vocabulary import Role
 
 
 class FailurePolicy(StrEnum):
@@ -30,7 +25,7 @@ class ConnectorKind(StrEnum):
 
 
 def engine(
-    role: Annotated[EngineRole, typer.Option(help="Its part in the pair.")],
+    role: Annotated[Role, typer.Option(help="Its part in the pair.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="HTTP port; 0 takes any free one.")] = 0,
     side_channel_port: Annotated[int, typer.Option(help="Port for other engines; 0 takes any free one.")] = 0,

@@ -128,7 +128,7 @@ class TurnServer:
         parsed = parse_turn(raw)
         del raw
         request_id = _request_id(request)
-        trace = self._tracing.start_turn({name.lower(): value for name, value in request.headers.items()})
+        trace = self._tracing.start_turn(request.headers)
         turn = _Turn(endpoint, request.path, started_s, trace, request_id, parsed, self._headers(request, request_id))
         if parsed.forged:
             self._recorder.record(events.ForgedParameters())
@@ -406,7 +406,7 @@ class TurnServer:
         except (ConnectionResetError, OSError):
             turn.status = 499
             raise _ClientGone from None
-        self._lift(turn, params)
+        turn.lifted = params
         turn.answered = True
         return response
 
@@ -438,7 +438,7 @@ class TurnServer:
         if stripper.error:
             turn.error = "the engine reported an error in its stream"
         else:
-            self._lift(turn, stripper.params)
+            turn.lifted = stripper.params
             turn.answered = True
         try:
             await response.write_eof()
@@ -491,9 +491,6 @@ class TurnServer:
         return response
 
     # --- the end ----------------------------------------------------------------------------------------------------
-
-    def _lift(self, turn: _Turn, params: dict[str, Any] | None) -> None:
-        turn.lifted = params
 
     def _reference(self, turn: _Turn, now_s: float) -> Reference | None:
         params, decode = turn.lifted, turn.decode

@@ -180,7 +180,7 @@ class Tracing:
         return self._tracer is not None
 
     def start_turn(self, headers: Mapping[str, str]) -> TurnTrace:
-        """Begin a turn's trace as a child of the client's, if `headers` (lower-case names) carry one."""
+        """Begin a turn's trace under the client's, if `headers` (lower-case or case-insensitive names) carry one."""
         return TurnTrace(self._tracer, headers)
 
     def shutdown(self) -> None:

@@ -27,13 +27,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from kvtune_bench.process import ChildProcess, tail
 from kvtune_bench.vllm_pair import VllmConfig, VllmServer, free_port
+from kvtune_router.requests import FIRST_TURN
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
-FIRST = {
-    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
-    "remote_host": None, "remote_port": None,
-}  # fmt: skip
 NOISE = 0.05
 """Largest difference of a top-5 log-probability between read and computed KV (bf16; 0.008 seen)."""
 TTL_S = 150.0
@@ -94,7 +91,7 @@ class Pair:
         self, prompt: Any, reference: dict[str, Any] | None = None, *, tokens: int = 24, **decode: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Both legs by hand; returns P's and D's answers."""
-        p = await self.post(self.p, prompt=prompt, max_tokens=1, kv_transfer_params=dict(reference or FIRST))
+        p = await self.post(self.p, prompt=prompt, max_tokens=1, kv_transfer_params=dict(reference or FIRST_TURN))
         params = {**p["kv_transfer_params"], **decode}
         d = await self.post(self.d, prompt=prompt, max_tokens=tokens, ignore_eos=True, kv_transfer_params=params)
         return p, d

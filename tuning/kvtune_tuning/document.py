@@ -102,22 +102,10 @@ def _interval(pair: tuple[float, float] | None) -> list[float] | None:
 
 
 def _ttl(evidence: Evidence, advice: ttl.TtlAdvice) -> dict[str, Any]:
-    rows = [asdict(row) for row in advice.rows]
     return {
         "setting": ttl.SETTING,
         "unit": "seconds",
-        "status": advice.status,
-        "current": advice.current,
-        "current_assumed": evidence.ttl_setting.assumed,
-        "recommended": advice.recommended,
-        "interval": _interval(advice.interval),
-        "uncapped": advice.uncapped,
-        "clamped_by": list(advice.clamped_by),
-        "reason_code": advice.reason_code,
-        "reason": advice.reason,
-        "effects": _effects(rows, advice.current, advice.recommended if advice.status == "change" else None),
-        "counterfactual": rows,
-        "retry_after": advice.retry_after_s,
+        **_advice(advice, evidence.ttl_setting.assumed),
         "model": {
             "memory_ttl_s": advice.memory_s,
             "value_ttl_s": advice.value_s,
@@ -127,15 +115,13 @@ def _ttl(evidence: Evidence, advice: ttl.TtlAdvice) -> dict[str, Any]:
     }
 
 
-def _threshold(evidence: Evidence, advice: threshold.ThresholdAdvice) -> dict[str, Any]:
+def _advice(advice: ttl.TtlAdvice | threshold.ThresholdAdvice, assumed: bool) -> dict[str, Any]:
+    """What both recommendations say in the same words. `assumed`: the current value could not be read."""
     rows = [asdict(row) for row in advice.rows]
-    lines = {"recompute": advice.recompute, "fetch": advice.fetch}
     return {
-        "setting": threshold.SETTING,
-        "unit": "tokens",
         "status": advice.status,
         "current": advice.current,
-        "current_assumed": evidence.threshold_setting.assumed,
+        "current_assumed": assumed,
         "recommended": advice.recommended,
         "interval": _interval(advice.interval),
         "uncapped": advice.uncapped,
@@ -145,6 +131,15 @@ def _threshold(evidence: Evidence, advice: threshold.ThresholdAdvice) -> dict[st
         "effects": _effects(rows, advice.current, advice.recommended if advice.status == "change" else None),
         "counterfactual": rows,
         "retry_after": advice.retry_after_s,
+    }
+
+
+def _threshold(evidence: Evidence, advice: threshold.ThresholdAdvice) -> dict[str, Any]:
+    lines = {"recompute": advice.recompute, "fetch": advice.fetch}
+    return {
+        "setting": threshold.SETTING,
+        "unit": "tokens",
+        **_advice(advice, evidence.threshold_setting.assumed),
         "model": {
             **{
                 name: None if line is None else {"intercept_s": line.intercept, "us_per_token": 1e6 * line.slope}
