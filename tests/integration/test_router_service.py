@@ -317,8 +317,8 @@ async def test_series_stay_the_same_after_many_conversations(lab: Any) -> None:
 
     await one(0)
     before = (await lab.exposition()).count("\n")
-    for start in range(1, 1001, 100):
-        await asyncio.gather(*(one(number) for number in range(start, start + 100)))
+    for start in range(1, 10_001, 200):
+        await asyncio.gather(*(one(number) for number in range(start, start + 200)))
     text = await lab.exposition()
     assert text.count("\n") == before
     assert "example.org" not in text and "key-" not in text
