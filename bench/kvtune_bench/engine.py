@@ -268,6 +268,7 @@ class Engine:
             recorder.set_setting("decoder_kv_blocks_ttl", config.ttl_s)
             recorder.set_setting("kv_recompute_threshold", config.threshold_tokens)
             recorder.set_setting("expiry_margin_seconds", EXPIRY_MARGIN_S)
+            recorder.set_setting("max_retain_seconds", config.ttl_s)
             recorder.set_setting("bidirectional_kv_xfer", float(config.bidirectional))
             recorder.set_setting("kv_pool_tokens", pool_tokens)
 

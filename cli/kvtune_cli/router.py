@@ -31,6 +31,10 @@ def router(
     ttl: Annotated[
         float | None, _option("--ttl", "seconds D retains KV, where it does not say so itself; its TTL or less [480]")
     ] = None,
+    retain: Annotated[
+        float | None,
+        _option("--retain", "seconds to ask D to retain each turn's KV; D keeps to its own bounds [D's own TTL]"),
+    ] = None,
     margin: Annotated[float | None, _option("--margin", "P reads nothing this close (s) to the deadline [5]")] = None,
     handover: Annotated[float | None, _option("--handover", "seconds from the router's look to P's check [1]")] = None,
     accept_unverified: Annotated[

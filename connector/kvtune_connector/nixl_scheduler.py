@@ -262,7 +262,8 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
                 self._events.append(ended)
 
     def _received(self, req_id: str, now: float, news: WorkerNews, failed: bool) -> None:
-        known = self._prefills.get(req_id) or self._gone.pop(req_id, None)
+        gone = self._gone.pop(req_id, None)
+        known = gone or self._prefills.get(req_id)
         pull = self._pulls.pop(req_id, None)
         seconds, size = news.reads.get(req_id, (0.0, 0))
         if known is not None and known.admitted_s is not None and known.verdict is not None:
@@ -274,6 +275,9 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
                     self._events.append(events.KvReadDeclined())
                 else:
                     self._events.append(events.KvReadFailed(Direction.D2P))
+                if gone is not None:
+                    # Its end is over: nothing later would book it.
+                    self._book(gone, Decision.RECOMPUTE, reason, 0)
                 return
             known.arrived_s = now
             tokens = known.verdict.fetch_tokens
@@ -345,7 +349,8 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         if exported is None or verdict is None:
             return delay, exported
         computed = request.num_prompt_tokens - known.local_tokens - fetched
-        if known.computing_s is not None and computed > 0:
+        # A preempted prefill computed more than this, and waited in between: it says nothing of the cost.
+        if known.computing_s is not None and computed > 0 and not request.num_preemptions:
             self._events.append(events.PrefillComputed(computed, time.perf_counter() - known.computing_s))
         decision = verdict.decision if known.failure is None else Decision.RECOMPUTE
         reason = verdict.reason if known.failure is None else known.failure

@@ -144,6 +144,7 @@ def settings_in_force(settings: ConnectorSettings, vllm_config: Any) -> dict[str
         "kv_recompute_threshold": float(settings.threshold_tokens),
         "expiry_margin_seconds": EXPIRY_MARGIN_S,
         "bidirectional_kv_xfer": float(settings.bidirectional),
+        "max_retain_seconds": settings.longest_retain_s,
     }
     if cache.num_gpu_blocks:
         shown["kv_pool_tokens"] = float(cache.num_gpu_blocks * cache.block_size)

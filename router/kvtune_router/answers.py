@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import orjson
@@ -15,6 +16,7 @@ _DECODER = json.JSONDecoder()
 _ESCAPE = b"\\u"
 """A key may be written with escapes; documents without any need no look."""
 _ERROR_EVENTS = (b'data: {"error"', b'data:{"error"')
+_STOPPED = re.compile(rb'(?<!\\)"stop_reason": ?"')
 _SPACE = b" \t\r\n"
 MAX_LINE_BYTES = 16 * 1024 * 1024
 """A stream line longer than this is no server-sent event of a language model."""
@@ -47,6 +49,14 @@ def strip_document(document: bytes) -> tuple[bytes, dict[str, Any] | None]:
         at = document.rfind(_KEY, 0, at)
     # Escaped or repeated keys: never let the field through.
     return orjson.dumps(whole), params if isinstance(params, dict) else None
+
+
+def ended_at_stop_string(answer: bytes) -> bool:
+    """Whether an answer, or a chunk of one, says that a stop string ended it: then `stop_reason` is a text.
+
+    Text of the answer cannot look so: quotation marks in it are escaped.
+    """
+    return _STOPPED.search(answer) is not None
 
 
 def _parses_to(document: bytes, value: object) -> bool:
@@ -96,6 +106,8 @@ class StreamStripper:
         self.done = False
         self.error = False
         """Whether the engine reported an error as an event."""
+        self.stopped = False
+        """Whether a stop string ended the answer."""
 
     def feed(self, data: bytes) -> bytes:
         """What may be sent on now. Raises AnswerError for a line without end."""
@@ -110,6 +122,8 @@ class StreamStripper:
             self.done = True
         if b'{"error"' in lines and any(line.startswith(_ERROR_EVENTS) for line in lines.splitlines()):
             self.error = True
+        if not self.stopped and ended_at_stop_string(lines):
+            self.stopped = True
         if _FIELD not in lines and _ESCAPE not in lines:
             return lines
         return b"".join(self._strip_line(line) for line in lines.splitlines(keepends=True))

@@ -30,6 +30,8 @@ class RouterConfig:
     metrics_port: int = 9400
     ttl: float = DEFAULT_TTL_S
     """Retention assumed where D's reference does not state its TTL; must not exceed `decoder_kv_blocks_ttl`."""
+    retain: float | None = None
+    """Retention asked of D with each turn, without restarting it; D keeps to its own bounds. None: what D is set to."""
     margin: float = EXPIRY_MARGIN_S
     """P refuses to read within this time of the deadline."""
     handover: float = 1.0
@@ -70,6 +72,11 @@ class RouterConfig:
             f"it must exceed the margin ({self.margin:g} s) and the hand-over ({self.handover:g} s): "
             "no reference would ever be usable",
         )  # fmt: skip
+        if self.retain is not None:
+            _check(
+                math.isfinite(self.retain) and self.retain > self.margin + self.handover, "retain", self.retain,
+                f"it must exceed the margin ({self.margin:g} s) and the hand-over ({self.handover:g} s)",
+            )  # fmt: skip
         _check(0 <= self.holdout <= 1, "holdout", self.holdout, "it is a share from 0 to 1")
         try:
             clock_from_spec(self.time_scale)

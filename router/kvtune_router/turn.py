@@ -19,7 +19,7 @@ import aiohttp
 from aiohttp import web
 
 from kvtune_connector.wire import Report, has_fingerprint, read_incarnation, read_report, read_ttl_s
-from kvtune_router.answers import AnswerError, StreamStripper, strip_document
+from kvtune_router.answers import AnswerError, StreamStripper, ended_at_stop_string, strip_document
 from kvtune_router.config import RouterConfig
 from kvtune_router.conversations import Arrival, ConversationStore, Reference
 from kvtune_router.engines import Engine, Fleet
@@ -32,7 +32,7 @@ from kvtune_telemetry import events
 from kvtune_telemetry.clock import Clock
 from kvtune_telemetry.recorder import RouterRecorder
 from kvtune_telemetry.tracing import Tracing, TurnTrace
-from kvtune_telemetry.vocabulary import Decision, Outcome, Phase, Reason, ReferenceEnd, Role
+from kvtune_telemetry.vocabulary import Decision, NoReference, Outcome, Phase, Reason, ReferenceEnd, Role
 
 _RESUMABLE_BYTES = 4 * 1024 * 1024
 """Streams longer than this are not kept for resuming."""
@@ -87,6 +87,10 @@ class _Turn:
     relayed: list[bytes] = field(default_factory=list)
     relayed_bytes: int = 0
     answered: bool = False
+    left: bool = False
+    """The client closed its connection before the end."""
+    stopped: bool = False
+    """The answer ended at a stop string."""
     lifted: dict[str, Any] | None = None
     error: str | None = None
     tries: int = 0
@@ -142,7 +146,7 @@ class TurnServer:
                 turn.outcome = Outcome.ERROR
             raise
         except (asyncio.CancelledError, ConnectionResetError):
-            turn.error = "the client left"
+            turn.error, turn.left = "the client left", True
             if turn.response is None:
                 turn.outcome = Outcome.ERROR
             raise
@@ -334,7 +338,7 @@ class TurnServer:
     async def _decode(
         self, turn: _Turn, request: web.Request, engine: Engine, handover: dict[str, Any] | None
     ) -> web.StreamResponse:
-        body = decode_body(turn.request.body, handover, retain_s=0.0 if turn.held_out else None)
+        body = decode_body(turn.request.body, handover, retain_s=self._retain_s(turn))
         span = turn.trace.leg("kvtune.decode", {"server.address": engine.label, "kvtune.engine.role": "decode"})
         headers = {**turn.headers, **span.headers}
         result = "cancelled"
@@ -372,6 +376,10 @@ class TurnServer:
             span.end({"kvtune.result": result})
             self._recorder.record(events.LegEnded(engine.label, Role.DECODE, result))
 
+    def _retain_s(self, turn: _Turn) -> float | None:
+        """What to ask of D: nothing kept for a held-out conversation, else the configured time, if any."""
+        return 0.0 if turn.held_out else self._config.retain
+
     async def _refuse(self, turn: _Turn, engine: Engine, answer: aiohttp.ClientResponse) -> None:
         raw = await answer.read()
         refusal = Prefilled(answer.status, raw, answer.content_type, None)
@@ -406,7 +414,7 @@ class TurnServer:
         except (ConnectionResetError, OSError):
             turn.status = 499
             raise _ClientGone from None
-        turn.lifted = params
+        turn.lifted, turn.stopped = params, ended_at_stop_string(document)
         turn.answered = True
         return response
 
@@ -438,7 +446,7 @@ class TurnServer:
         if stripper.error:
             turn.error = "the engine reported an error in its stream"
         else:
-            turn.lifted = stripper.params
+            turn.lifted, turn.stopped = stripper.params, stripper.stopped
             turn.answered = True
         try:
             await response.write_eof()
@@ -521,8 +529,10 @@ class TurnServer:
                 else:
                     arrival.lease.put_back()
             self._store.leave(arrival.conversation)
+            reference = self._reference(turn, now) if turn.answered else None
+            if reference is None and not turn.held_out:
+                self._recorder.record(events.ReferenceMissed(_why_none(turn)))
             if turn.answered and turn.decode is not None and turn.identity is not None:
-                reference = self._reference(turn, now)
                 self._store.answered(
                     arrival.conversation,
                     now,
@@ -569,6 +579,14 @@ def _tokens(params: dict[str, Any]) -> int | None:
     """vLLM's `remote_num_tokens`, if it is a number of tokens."""
     tokens = params.get("remote_num_tokens")
     return tokens if type(tokens) is int and 0 <= tokens < 2**31 else None
+
+
+def _why_none(turn: _Turn) -> NoReference:
+    if turn.left:
+        return NoReference.CLIENT_GONE
+    if not turn.answered:
+        return NoReference.ERROR
+    return NoReference.STOP_STRING if turn.stopped else NoReference.NOT_SENT
 
 
 def _no_decode(fault: LegFault | None) -> RequestError:

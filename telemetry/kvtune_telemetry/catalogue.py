@@ -18,6 +18,7 @@ from kvtune_telemetry.vocabulary import (
     Direction,
     End,
     Missed,
+    NoReference,
     Outcome,
     Path,
     Phase,
@@ -193,6 +194,11 @@ def _router() -> Iterator[Metric]:
         "References to retained KV lifted out of D's answers.", "router",
     )  # fmt: skip
     yield Metric(
+        "kvtune_references_missed_total", "counter", "turns",
+        "Turns of identified conversations that brought no reference though reuse was on for them, by why.",
+        "router", (_of("reason", NoReference),),
+    )  # fmt: skip
+    yield Metric(
         "kvtune_references_ended_total", "counter", "references",
         "References that left the router, by how; received = ended + held.",
         "router", (_of("end", ReferenceEnd),),
@@ -246,8 +252,8 @@ def _router() -> Iterator[Metric]:
     yield Metric(
         "kvtune_router_setting", "gauge", "1",
         "Settings in force: default_ttl_seconds (assumed where D does not say), margin_seconds (kept before expiry), "
-        "holdout_ratio.",
-        "router", (Label("setting", ("default_ttl_seconds", "margin_seconds", "holdout_ratio")),),
+        "holdout_ratio, retain_seconds (asked of D for each turn; 0: what D is set to).",
+        "router", (Label("setting", ("default_ttl_seconds", "margin_seconds", "holdout_ratio", "retain_seconds")),),
     )  # fmt: skip
     yield Metric(
         "kvtune_router_build_info", "info", "1", "Version of the router; always 1.", "router", (Label("version"),),
@@ -368,7 +374,8 @@ def _connector() -> Iterator[Metric]:
     yield Metric(
         "kvtune_connector_setting", "gauge", "1",
         "Settings in force: decoder_kv_blocks_ttl (s), kv_recompute_threshold (tokens), "
-        "expiry_margin_seconds (kept by the reader), bidirectional_kv_xfer (0 or 1), kv_pool_tokens.",
+        "expiry_margin_seconds (kept by the reader), bidirectional_kv_xfer (0 or 1), kv_pool_tokens, "
+        "max_retain_seconds (the longest retention a router may ask for).",
         "connector",
         (
             Label(
@@ -379,6 +386,7 @@ def _connector() -> Iterator[Metric]:
                     "expiry_margin_seconds",
                     "bidirectional_kv_xfer",
                     "kv_pool_tokens",
+                    "max_retain_seconds",
                 ),
             ),
         ),

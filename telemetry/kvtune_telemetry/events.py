@@ -10,6 +10,7 @@ from kvtune_telemetry.vocabulary import (
     Direction,
     End,
     Missed,
+    NoReference,
     Outcome,
     Phase,
     Reason,
@@ -81,6 +82,13 @@ class ConversationGivenUp:
 @dataclass(frozen=True, slots=True)
 class ReferenceReceived:
     """A reference was lifted out of D's answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceMissed:
+    """A turn that could have brought a reference brought none."""
+
+    reason: NoReference
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +167,7 @@ RouterEvent = (
     | ConversationSeen
     | ConversationGivenUp
     | ReferenceReceived
+    | ReferenceMissed
     | ReferenceEnded
     | ReferencePutBack
     | ForgedParameters

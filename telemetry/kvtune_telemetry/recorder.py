@@ -36,6 +36,7 @@ class RouterRecorder:
             events.ConversationSeen: self._conversation_seen,
             events.ConversationGivenUp: self._conversation_given_up,
             events.ReferenceReceived: self._reference_received,
+            events.ReferenceMissed: self._reference_missed,
             events.ReferenceEnded: self._reference_ended,
             events.ReferencePutBack: self._reference_put_back,
             events.ForgedParameters: self._forged,
@@ -102,6 +103,9 @@ class RouterRecorder:
     def _reference_received(self, _: events.ReferenceReceived) -> None:
         self._on.counter("kvtune_references_received_total").inc()
         self._on.gauge("kvtune_references").inc()
+
+    def _reference_missed(self, event: events.ReferenceMissed) -> None:
+        self._on.counter("kvtune_references_missed_total", event.reason.value).inc()
 
     def _reference_ended(self, event: events.ReferenceEnded) -> None:
         self._on.counter("kvtune_references_ended_total", event.end.value).inc()

@@ -99,6 +99,19 @@ class Missed(StrEnum):
     """`bidirectional_kv_xfer` is off."""
 
 
+class NoReference(StrEnum):
+    """Why an identified conversation's turn brought the router no reference, though reuse was on for it."""
+
+    STOP_STRING = "stop_string"
+    """The answer ended at a stop string: to the engine that is an abort, and it retains nothing."""
+    CLIENT_GONE = "client_gone"
+    """The client left before the end of the answer."""
+    ERROR = "error"
+    """The turn failed."""
+    NOT_SENT = "not_sent"
+    """The engine answered without one (reuse is off there, or its streams cannot carry one)."""
+
+
 class ReferenceEnd(StrEnum):
     """How a reference left the router. Every reference received ends exactly once."""
 

@@ -162,6 +162,39 @@ async def test_streams_that_carry_no_parameters_are_booked_as_absent(lab: Any) -
     await client.turn()
     await client.turn()
     assert client.outcomes == ["first", "absent"]
+    assert lab.value("kvtune_references_missed_total", reason="not_sent") == 2
+
+
+async def test_decode_is_asked_for_the_retention_the_router_is_set_to(lab: Any) -> None:
+    p = await lab.stub(answer=orjson.dumps({"kv_transfer_params": {"remote_engine_id": "p"}}))
+    d = await lab.stub(answer=b'{"choices":[]}')
+    await lab.start([p], [d], retain=8.0)
+    body = {"model": MODEL, "messages": opening("a")}
+    async with lab.session.post(CHAT, json=body, headers={"X-Session-ID": "s"}) as answer:
+        assert answer.status == 200
+    assert d.seen[-1].body["kv_transfer_params"]["kvtune"]["retain_s"] == 8.0
+    assert lab.value("kvtune_router_setting", setting="retain_seconds") == 8.0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_turn_without_a_reference_is_booked_by_why(lab: Any, stream: bool) -> None:
+    p = await lab.stub(answer=orjson.dumps({"kv_transfer_params": {"remote_engine_id": "p"}}))
+    d = await lab.stub()
+    chunk = b'{"choices":[{"index":0,"text":"a \\"stop_reason\\":\\"x","finish_reason":"stop","stop_reason":%s}]}'
+    await lab.start([p], [d])
+
+    async def turn(stop_reason: bytes) -> None:
+        document = chunk % stop_reason
+        d.answer = b"data: " + document + b"\n\ndata: [DONE]\n\n" if stream else document
+        d.content_type = "text/event-stream" if stream else "application/json"
+        body = {"model": MODEL, "messages": opening("a"), "stream": stream}
+        async with lab.session.post(CHAT, json=body, headers={"X-Session-ID": "s"}) as answer:
+            assert answer.status == 200
+
+    await turn(b'"END"')
+    await turn(b"null")
+    assert lab.value("kvtune_references_missed_total", reason="stop_string") == 1
+    assert lab.value("kvtune_references_missed_total", reason="not_sent") == 1
 
 
 # --- bytes ----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from kvtune_tuning.wording import digits
 
 SCHEMA = "kvtune.suggest/1"
 ROUTER_TTL_FLAG = "--ttl"
+ROUTER_RETAIN_FLAG = "--retain"
 """The router's flag for the TTL it assumes where decode does not say."""
 _DIGITS = 6
 
@@ -182,7 +183,7 @@ def _apply(evidence: Evidence, recommendations: list[dict[str, Any]]) -> dict[st
         return {
             "engines": [_extra(role, off) for role in ("prefill", "decode")],
             "router": None,
-            "note": "Merge into --kv-transfer-config of every engine of the role, then restart it.",
+            "note": _how_to(engines=True),
         }
     engines = []
     router = None
@@ -190,16 +191,33 @@ def _apply(evidence: Evidence, recommendations: list[dict[str, Any]]) -> dict[st
         engines.append(_extra("prefill", {"bidirectional_kv_xfer": True, threshold.SETTING: int(tau["recommended"])}))
     if ttl_now["status"] == "change":
         value = int(ttl_now["recommended"])
-        engines.append(_extra("decode", {"bidirectional_kv_xfer": True, ttl.SETTING: value}))
-        router = f"{ROUTER_TTL_FLAG} {value}"
-    if not engines:
+        if _engines_decide(evidence, ttl_now):
+            engines.append(_extra("decode", {"bidirectional_kv_xfer": True, ttl.SETTING: value}))
+        router = f"{_router_flag(evidence)} {value}"
+    if not engines and router is None:
         return None
     return {
         "engines": engines,
         "router": router,
-        "note": "Merge into --kv-transfer-config of every engine of the role, then restart it. One step per window: "
-        "ask again after the change has run for as long as this window.",
+        "note": f"{_how_to(bool(engines))} One step per window: ask again after the change has run for as long as "
+        "this window.",
     }
+
+
+def _engines_decide(evidence: Evidence, ttl_now: dict[str, Any]) -> bool:
+    """Whether the recommended TTL needs a setting of decode's own: the router asks for none, or for less than that."""
+    return evidence.asked is None or ttl_now["recommended"] > evidence.asked.most_s
+
+
+def _how_to(engines: bool) -> str:
+    if engines:
+        return "Merge into --kv-transfer-config of every engine of the role, then restart it."
+    return "Restart the router with the flag; the engines stay as they are."
+
+
+def _router_flag(evidence: Evidence) -> str:
+    """A router that asks for a retention is told another one; one that does not is told what decode is set to."""
+    return ROUTER_TTL_FLAG if evidence.asked is None else ROUTER_RETAIN_FLAG
 
 
 def _rollback(evidence: Evidence, recommendations: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -210,10 +228,13 @@ def _rollback(evidence: Evidence, recommendations: list[dict[str, Any]]) -> dict
     router = None
     if tau["status"] == "change" or off:
         engines.append(_extra("prefill", {"bidirectional_kv_xfer": True, threshold.SETTING: tau["current"]}))
-    if ttl_now["status"] == "change" or off:
+    if off or (ttl_now["status"] == "change" and _engines_decide(evidence, ttl_now)):
         engines.append(_extra("decode", {"bidirectional_kv_xfer": True, ttl.SETTING: ttl_now["current"]}))
-        router = f"{ROUTER_TTL_FLAG} {digits(ttl_now['current'])}"
-    return {"engines": engines, "router": router, "note": "Puts back what is in force now."} if engines else None
+    if off or ttl_now["status"] == "change":
+        router = f"{_router_flag(evidence)} {digits(ttl_now['current'])}"
+    if not engines and router is None:
+        return None
+    return {"engines": engines, "router": router, "note": "Puts back what is in force now."}
 
 
 def _explain(

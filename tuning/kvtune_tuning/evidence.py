@@ -52,6 +52,14 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """What the routers ask of decode for each turn, and the most that decode grants. Seconds."""
+
+    seconds: float
+    most_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """All that was learnt from the series."""
 
@@ -64,6 +72,8 @@ class Evidence:
     ttl_setting: Setting
     threshold_setting: Setting
     missing_router: bool
+    asked: Asked | None = None
+    """Set where the routers ask for a retention of their own."""
     model_time: bool = False
     """Times are those of a scaled simulation, not the wall clock's."""
     explain: tuple[str, ...] = field(default=())
@@ -93,7 +103,7 @@ def gather(series: SeriesSet) -> Evidence:
     roles = _roles(series)
     routers = sorted({s.target for s in series.named("kvtune_turns_total")})
     checks: list[Check] = []
-    ttl_setting = _setting(series, "decoder_kv_blocks_ttl", Role.DECODE, DEFAULT_TTL_S)
+    ttl_setting, asked = _ttl_setting(series)
     threshold_setting = _setting(series, "kv_recompute_threshold", Role.PREFILL, float(DEFAULT_THRESHOLD_TOKENS))
     margin = _setting(series, "expiry_margin_seconds", Role.PREFILL, EXPIRY_MARGIN_S)
     pools = _pools(series, roles)
@@ -144,7 +154,7 @@ def gather(series: SeriesSet) -> Evidence:
     )
     restarts = _restarts(series)
     checks += implausible
-    checks += _setting_checks(series, ttl_setting, threshold_setting, margin)
+    checks += _setting_checks(series, ttl_setting, threshold_setting, margin, asked)
     checks += _target_checks(series, routers, roles, pools)
     checks += _event_checks(series, restarts, start, end)
     if extrapolated:
@@ -225,7 +235,7 @@ def gather(series: SeriesSet) -> Evidence:
     }
     return Evidence(
         start, end, facts, tuple(checks), ttl_inputs, threshold_inputs, ttl_setting, threshold_setting, not routers,
-        series.ahead_s > MAX_AHEAD_S,
+        asked, series.ahead_s > MAX_AHEAD_S,
     )  # fmt: skip
 
 
@@ -313,6 +323,18 @@ def _setting(series: SeriesSet, name: str, role: Role, default: float) -> Settin
     values = tuple(sorted({float(s.values[-1]) for s in found}))
     counts = {v: sum(float(s.values[-1]) == v for s in found) for v in values}
     return Setting(max(values, key=lambda v: (counts[v], v)), False, values)
+
+
+def _ttl_setting(series: SeriesSet) -> tuple[Setting, Asked | None]:
+    """The retention in force, and what the routers ask of decode for each turn (None where they ask nothing)."""
+    own = _setting(series, ttl.SETTING, Role.DECODE, DEFAULT_TTL_S)
+    asking = series.named("kvtune_router_setting", setting="retain_seconds")
+    if not asking or not all(s.values[-1] > 0 for s in asking):
+        return own, None
+    asked = sorted({float(s.values[-1]) for s in asking})
+    most = _setting(series, "max_retain_seconds", Role.DECODE, own.value)
+    kept = tuple(sorted({min(one, most.value) for one in asked}))
+    return Setting(kept[-1], False, kept), Asked(asked[-1], most.value)
 
 
 def _stated(setting: Setting) -> dict[str, object]:
@@ -600,8 +622,16 @@ def _restarts(series: SeriesSet) -> dict[str, int]:
     return {target: len(found) for target, found in sorted(times.items())}
 
 
-def _setting_checks(series: SeriesSet, ttl_now: Setting, tau: Setting, margin: Setting) -> list[Check]:
+def _setting_checks(
+    series: SeriesSet, ttl_now: Setting, tau: Setting, margin: Setting, asked: Asked | None
+) -> list[Check]:
     checks = []
+    if asked is not None:
+        checks.append(Check(
+            "asked_by_router", "info",
+            f"the router asks decode to retain each turn for {digits(asked.seconds)} s (--retain): "
+            f"{digits(ttl_now.value)} s is in force",
+        ))  # fmt: skip
     for name, setting, unit in ((ttl.SETTING, ttl_now, " s"), (threshold.SETTING, tau, " tokens")):
         if setting.assumed:
             checks.append(Check(

@@ -220,6 +220,8 @@ def test_a_fleet_needs_both_roles(prefill: list[str], decode: list[str], says: s
         ({"ttl": 5.0}, "ttl = 5.0: it must exceed the margin"),
         ({"ttl": float("nan")}, "ttl = nan"),
         ({"holdout": 1.5}, "holdout = 1.5"),
+        ({"retain": 6.0}, "retain = 6.0: it must exceed the margin"),
+        ({"retain": float("inf")}, "retain = inf"),
         ({"max_conversations": 0}, "max_conversations = 0"),
         ({"time_scale": "fast"}, "time_scale: time scale must be"),
     ],

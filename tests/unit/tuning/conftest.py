@@ -72,9 +72,12 @@ class World:
     """P keeps its own prefix cache: only the answer and what was added is fetchable."""
     reuse: bool = True
     routers: int = 1
+    granted: float = 900.0
     restart_at: float | None = None
     """The engines and the routers restart so long after the first snapshot, keeping what they hold."""
     expose_settings: bool = True
+    retain: float | None = None
+    """What the routers ask decode to retain, which it grants up to its TTL setting."""
     expose_vllm: bool = True
     expose_router: bool = True
     whole_pages: bool = False
@@ -134,11 +137,13 @@ class World:
         if self.expose_settings:
             self.prefill.set_setting("kv_recompute_threshold", self.threshold)
             self.prefill.set_setting("expiry_margin_seconds", 5.0)
-            self.decode.set_setting("decoder_kv_blocks_ttl", self.ttl)
+            self.decode.set_setting("decoder_kv_blocks_ttl", self.granted if self.retain is not None else self.ttl)
+            self.decode.set_setting("max_retain_seconds", self.granted if self.retain is not None else self.ttl)
             self.decode.set_setting("kv_pool_tokens", self.pool)
             for router in self.router:
                 router.set_setting("default_ttl_seconds", self.ttl)
                 router.set_setting("margin_seconds", 5.0)
+                router.set_setting("retain_seconds", self.retain or 0.0)
 
     def _noisy(self, rng: random.Random, seconds: float) -> float:
         return seconds * rng.lognormvariate(0.0, self.noise)

@@ -71,6 +71,17 @@ def test_a_short_pool_lowers_the_ttl_until_the_99th_percentile_fits(snapshots: S
     assert exit_code(document) == 0 and exit_code(document, signal_change=True) == 4
 
 
+def test_where_the_router_asks_for_the_retention_the_router_is_told(snapshots: Snapshots) -> None:
+    document = advice(snapshots(**PRESSED, retain=480.0))
+    one = ttl(document)
+    assert one["current"] == 480 and not one["current_assumed"]
+    assert document["apply"]["engines"] == [] and document["rollback"]["engines"] == []
+    assert document["apply"]["router"] == f"--retain {one['recommended']}"
+    assert document["rollback"]["router"] == "--retain 480"
+    assert "engines stay as they are" in document["apply"]["note"]
+    assert any(check["code"] == "asked_by_router" for check in document["checks"])
+
+
 def test_the_advice_can_be_pasted_and_taken_back(snapshots: Snapshots) -> None:
     document = advice(snapshots(**PRESSED))
     value = ttl(document)["recommended"]
