@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,12 @@ from pathlib import Path
 
 COLUMNS = ("conv", "turn", "in_tokens", "out_tokens", "gap_to_next_s", "reusable_tokens_next")
 """The columns a trace must have; others are ignored. Described in `bench/data/README.md`."""
+CHAT_COLUMNS = ("dur", "event", "w", "t")
+"""Of a recording of requests: seconds to the first continuation (or to the end), whether it came, tokens, arrival."""
+_CHAT_OUTPUT = 350
+"""Tokens of an answer, where a recording tells only prompt and answer together."""
+_CHAT_TOKEN_S = 0.016
+"""Seconds a token of such an answer takes: recorded pauses run from arrival to arrival."""
 SAMPLE = "agent_sample.csv.gz"
 """The packaged trace: 100 coding-agent conversations (`data/README.md` says whence)."""
 COMPACTED_SHARE = 0.2
@@ -77,8 +84,10 @@ class Plan:
 
 
 def load_trace(path: str | Path | None = None) -> list[Conversation]:
-    """Read conversations from a `.csv` or `.csv.gz` file with `COLUMNS`; None reads the packaged sample.
+    """Read conversations from a file; None reads the packaged sample.
 
+    `.csv` with `COLUMNS`, or with `CHAT_COLUMNS` (times between requests of a chat service, which are linked to
+    conversations by their times); `.jsonl` with one turn a line, an object with `COLUMNS`. Each may be gzipped (`.gz`).
     Rows of a conversation must be together and in order. Raises TraceError for a missing or unreadable file, missing
     columns, and values that are no usable numbers.
     """
@@ -91,39 +100,70 @@ def load_trace(path: str | Path | None = None) -> list[Conversation]:
 
 def _load(path: Path) -> list[Conversation]:
     if not path.is_file():
-        raise TraceError(f"{path}: no such file; give a .csv or .csv.gz trace, or none for the packaged sample")
+        raise TraceError(f"{path}: no such file; give a .csv, .csv.gz or .jsonl trace, or none for the packaged sample")
+    parse = _parse_lines if ".jsonl" in path.suffixes or ".ndjson" in path.suffixes else _parse_table
     try:
         if path.suffix == ".gz":
             with gzip.open(path, "rt", encoding="utf-8", newline="") as stream:
-                return _parse(path, stream)
+                return parse(path, stream)
         with path.open(encoding="utf-8", newline="") as stream:
-            return _parse(path, stream)
+            return parse(path, stream)
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
-        raise TraceError(f"{path}: cannot be read as CSV ({error}); is it a gzip file or plain text?") from error
+        raise TraceError(f"{path}: cannot be read ({error}); is it a gzip file or plain text?") from error
 
 
-def _parse(path: Path, lines: Iterable[str]) -> list[Conversation]:
+def _parse_lines(path: Path, lines: Iterable[str]) -> list[Conversation]:
+    def rows() -> Iterator[tuple[str, list[str]]]:
+        for number, line in enumerate(lines, 1):
+            where = f"{path}, line {number}"
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise TraceError(f"{where}: not JSON ({error}); one object a line is expected") from None
+            if not isinstance(row, dict):
+                raise TraceError(f"{where}: not an object; expected one with {', '.join(COLUMNS)}")
+            missing = [name for name in COLUMNS if name not in row]
+            if missing:
+                raise TraceError(f"{where}: {', '.join(missing)} missing; a turn has {', '.join(COLUMNS)}")
+            yield where, ["" if row[name] is None else str(row[name]) for name in COLUMNS]
+
+    return _conversations(path, rows())
+
+
+def _parse_table(path: Path, lines: Iterable[str]) -> list[Conversation]:
     reader = csv.reader(lines)
     header = next(reader, None)
     if header is None:
         raise TraceError(f"{path}: the file is empty; expected a header line with {', '.join(COLUMNS)}")
-    missing = [name for name in COLUMNS if name not in header]
+    chat = all(name in header for name in CHAT_COLUMNS)
+    wanted = CHAT_COLUMNS if chat else COLUMNS
+    missing = [name for name in wanted if name not in header]
     if missing:
         raise TraceError(
             f"{path}, line 1: column {', '.join(missing)} missing; a trace has {', '.join(COLUMNS)} "
             f"(found: {', '.join(header)[:200]})"
         )
-    columns = [header.index(name) for name in COLUMNS]
+    columns = [header.index(name) for name in wanted]
+
+    def rows() -> Iterator[tuple[str, list[str]]]:
+        for row in reader:
+            where = f"{path}, line {reader.line_num}"
+            if not row:
+                continue
+            if len(row) != len(header):
+                raise TraceError(f"{where}: {len(row)} values for {len(header)} columns; is the file cut off?")
+            yield where, [row[index] for index in columns]
+
+    return _linked(path, rows()) if chat else _conversations(path, rows())
+
+
+def _conversations(path: Path, rows: Iterable[tuple[str, list[str]]]) -> list[Conversation]:
     found: dict[int, list[TraceTurn]] = {}
     current: int | None = None
     expected_turn = -1
-    for row in reader:
-        where = f"{path}, line {reader.line_num}"
-        if not row:
-            continue
-        if len(row) != len(header):
-            raise TraceError(f"{where}: {len(row)} values for {len(header)} columns; is the file cut off?")
-        conv, turn, prompt, output, gap, reusable = (row[index] for index in columns)
+    for where, (conv, turn, prompt, output, gap, reusable) in rows:
         conversation = _whole(conv, "conv", where)
         number = _whole(turn, "turn", where)
         if conversation != current:
@@ -148,9 +188,78 @@ def _parse(path: Path, lines: Iterable[str]) -> list[Conversation]:
             raise TraceError(f"{where}: reusable_tokens_next is {reusable}, more than in_tokens + out_tokens")
         turns.append(recorded)
     if not found:
-        raise TraceError(f"{path}: no turns after the header line")
+        raise TraceError(f"{path}: it has no turns")
     _closed(found, current, str(path))
     return [Conversation(conversation, tuple(turns)) for conversation, turns in found.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A request of a chat service."""
+
+    arrival_s: float
+    tokens: int
+    """Prompt and answer together."""
+    until_next_s: float | None
+    """To the arrival of its continuation; None: none came."""
+
+
+def _linked(path: Path, rows: Iterable[tuple[str, list[str]]]) -> list[Conversation]:
+    """Conversations from a chat service's requests, each with the time to its first continuation, if there was one.
+
+    A continuation arrives then and is the shortest request of that time, not yet linked, that is no shorter than what
+    it goes on from. Conversations that began in the first half of the recording are kept: whether they go on was seen
+    for all of them.
+    """
+    requests: list[_Request] = []
+    for where, (duration, event, weight, arrival) in rows:
+        if event.lower() not in ("true", "false", "1", "0"):
+            raise TraceError(f"{where}: event is {event!r}, expected True or False")
+        went_on = event.lower() in ("true", "1")
+        requests.append(
+            _Request(
+                _real(arrival, "t", where),
+                _whole(weight, "w", where, least=2),
+                _real(duration, "dur", where) if went_on else None,
+            )
+        )
+    if not requests:
+        raise TraceError(f"{path}: it has no turns")
+    requests.sort(key=lambda one: (one.arrival_s, one.tokens))
+    at: dict[int, list[int]] = {}
+    for index, one in enumerate(requests):
+        at.setdefault(round(one.arrival_s), []).append(index)
+    follows: dict[int, int] = {}
+    taken: set[int] = set()
+    for index, one in enumerate(requests):
+        if one.until_next_s is None:
+            continue
+        when = round(one.arrival_s + one.until_next_s)
+        for near in (0, -1, 1, -2, 2, -3, 3):
+            later = (i for i in at.get(when + near, ()) if i > index and i not in taken)
+            found = next((i for i in later if requests[i].tokens >= one.tokens), None)
+            if found is not None:
+                follows[index] = found
+                taken.add(found)
+                break
+    half = requests[-1].arrival_s / 2
+    conversations = []
+    for index, first in enumerate(requests):
+        if index in taken or first.arrival_s > half:
+            continue
+        chain = [index]
+        while chain[-1] in follows:
+            chain.append(follows[chain[-1]])
+        turns = []
+        for here, after in zip(chain, [*chain[1:], None], strict=True):
+            this = requests[here]
+            output = max(1, min(_CHAT_OUTPUT, this.tokens // 2))
+            gap = None
+            if after is not None:
+                gap = max(0.0, requests[after].arrival_s - this.arrival_s - output * _CHAT_TOKEN_S)
+            turns.append(TraceTurn(this.tokens - output, output, gap, 0 if after is None else this.tokens))
+        conversations.append(Conversation(index, tuple(turns)))
+    return conversations
 
 
 def _closed(found: dict[int, list[TraceTurn]], conversation: int | None, where: str) -> None:

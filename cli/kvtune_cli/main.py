@@ -34,10 +34,11 @@ def _main(
 
 
 def _register() -> None:
-    from kvtune_cli import bench, demo, metrics, record, router, suggest
+    from kvtune_cli import bench, demo, metrics, record, router, simulate, suggest
 
     app.command("demo")(demo.demo)
     app.command("suggest")(suggest.suggest)
+    app.command("simulate")(simulate.simulate)
     app.command("record")(record.record)
     app.command("router")(router.router)
     app.command("metrics")(metrics.metrics)

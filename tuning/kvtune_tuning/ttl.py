@@ -95,9 +95,10 @@ class TtlRow:
     """... of those that were seen to return at all."""
     token_hit_ratio: float
     pinned_tokens_mean: float
+    """Never more than the pool leaves room for, and so the 99th percentile."""
     pinned_tokens_p99: float
     pool_share_p99: float | None
-    """Retained (P99) and active tokens, as a share of the pool."""
+    """What retained (P99) and active tokens would need, as a share of the pool."""
     prefill_saved_s_per_turn: float | None
     ttft_mean_s: float | None
     bound: bool
@@ -204,6 +205,11 @@ def reach_ttl(inputs: TtlInputs) -> float:
     return float(grid[int(np.argmax(enough))]) if enough.any() else MAX_TTL_S
 
 
+def _room(inputs: TtlInputs) -> float:
+    """Tokens of the pool that the active requests leave to what is retained."""
+    return math.inf if inputs.pool_tokens is None else max(0.0, inputs.pool_tokens - (inputs.active_mean or 0.0))
+
+
 def row(inputs: TtlInputs, ttl_s: float) -> TtlRow:
     """What a TTL would give."""
     at = np.asarray([ttl_s])
@@ -212,8 +218,9 @@ def row(inputs: TtlInputs, ttl_s: float) -> TtlRow:
     turns, tokens = inputs.curves.turns, inputs.curves.tokens
     hit, token_hit = 1.0 - float(turns.at(usable)[0]), 1.0 - float(tokens.at(usable)[0])
     seen = 1.0 - float(turns.values[-1])
-    mean, variance = pinned(inputs, at)
-    p99 = float(mean[0] + Z_P99 * math.sqrt(float(variance[0])))
+    mean, variance = (float(value[0]) for value in pinned(inputs, at))
+    # What does not fit is not retained but waited for.
+    held, p99 = (min(value, _room(inputs)) for value in (mean, mean + Z_P99 * math.sqrt(variance)))
     share = float(filled(inputs, at)[0]) / inputs.pool_tokens if inputs.pool_tokens else None
     saved = ttft = None
     if inputs.saving_s_per_token is not None:
@@ -228,7 +235,7 @@ def row(inputs: TtlInputs, ttl_s: float) -> TtlRow:
         hit_ratio=hit,
         hit_ratio_returning=min(1.0, hit / seen) if seen > 0 else None,
         token_hit_ratio=token_hit,
-        pinned_tokens_mean=float(mean[0]),
+        pinned_tokens_mean=held,
         pinned_tokens_p99=p99,
         pool_share_p99=share,
         prefill_saved_s_per_turn=saved,

@@ -48,7 +48,7 @@ def test_columns_may_come_in_any_order_with_others_between(tmp_path: Path) -> No
     ("text", "said"),
     [
         ("", "the file is empty"),
-        (HEADER, "no turns after the header line"),
+        (HEADER, "it has no turns"),
         ("conv,turn,in_tokens\n1,0,5\n", "line 1: column out_tokens, gap_to_next_s, reusable_tokens_next missing"),
         (HEADER + "1,0,many,5,,0\n", "line 2: in_tokens is 'many', not a number"),
         (HEADER + "1,0,0,5,,0\n", "line 2: in_tokens is 0, expected a number of at least 1"),
@@ -78,7 +78,7 @@ def test_missing_and_unreadable_files(tmp_path: Path) -> None:
         load_trace(tmp_path / "none.csv")
     broken = tmp_path / "broken.csv.gz"
     broken.write_bytes(b"not gzip at all")
-    with pytest.raises(TraceError, match="cannot be read as CSV"):
+    with pytest.raises(TraceError, match="cannot be read"):
         load_trace(broken)
 
 

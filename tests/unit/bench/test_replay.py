@@ -1,0 +1,251 @@
+"""The replay against worlds whose answer is known, its observer's books, and `kvtune simulate`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvtune_bench.calibration import Calibration, Line
+from kvtune_bench.replay import policies
+from kvtune_bench.replay.model import Deployment, Load, ReplayError, Result, Setting
+from kvtune_bench.replay.observe import InMemory, ObservedDeployment, quiet, to_directory
+from kvtune_bench.replay.simulator import Replay
+from kvtune_bench.traces import Conversation, Plan, TraceTurn, plan
+from kvtune_tuning.api import suggest_series, suggest_snapshots
+
+quiet()
+
+FLAT = Calibration(
+    name="flat", source="a test", prefill=Line(0.0, 1e-3), transfer=Line(0.0, 1e-4), handoff=Line(0.5, 0.0),
+    decode_token_s=0.01, bytes_per_token=1, pool_tokens=10_000, context_tokens=10_000,
+)  # fmt: skip
+
+
+def talk(gap_s: float | None, turns: int = 2, tokens: int = 900, keeps: bool = True) -> Plan:
+    """Turns of growing prompts; 100 tokens of answer take a second."""
+    rows = []
+    prompt = tokens
+    for number in range(turns):
+        last = number == turns - 1
+        rows.append(TraceTurn(prompt, 100, None if last else gap_s, 0 if last or not keeps else prompt + 100))
+        prompt += 200
+    return plan([Conversation(0, tuple(rows))], context_limit=FLAT.context_tokens)[0]
+
+
+def replayed(plans: list[Plan], ttl_s: float = 60.0, *, rate: float = 0.02, pool: int = 10**9, **more: Any) -> Result:
+    deployment = Deployment(FLAT, pool, noise=0.0, prefill_engines=more.pop("prefill_engines", 100))
+    setting = Setting(ttl_s, more.pop("threshold", 64), more.pop("holds", None))
+    load = Load(rate, duration_s=more.pop("duration_s", 40_000.0), warmup_s=1000.0, seed=more.pop("seed", 3))
+    return Replay(plans, deployment, setting, load, **more).run()
+
+
+def test_a_return_in_time_is_fetched_and_saves_what_it_should() -> None:
+    result = replayed([talk(30.0)])
+    # first turn: 0.9 s prefill, 0.5 s hand-off; second: 0.1 s fetch, 0.1 s prefill of 100 new tokens, 0.5 s
+    assert set(map(lambda s: round(s, 6), result.ttft_s)) == {1.4, 0.7}
+    assert result.hits == result.followups > 300
+    assert result.outcomes["first"] + result.outcomes["hit"] == result.turns
+
+
+@pytest.mark.parametrize(
+    ("gap_s", "outcome"), [(53.9, "hit"), (54.1, "expired"), (59.0, "expired"), (3000.0, "expired")]
+)
+def test_the_margins_end_the_usable_life(gap_s: float, outcome: str) -> None:
+    assert replayed([talk(gap_s)]).outcomes.keys() == {"first", outcome}
+
+
+def test_a_rewritten_history_is_released_and_computed() -> None:
+    result = replayed([talk(30.0, keeps=False)])
+    assert set(result.outcomes) == {"first", "rewritten"} and result.hits == 0
+    assert set(map(lambda s: round(s, 6), result.ttft_s)) == {1.4, 1.6}
+
+
+def test_below_the_threshold_nothing_is_fetched() -> None:
+    fetched, computed = replayed([talk(30.0)], threshold=1000), replayed([talk(30.0)], threshold=1001)
+    assert min(fetched.ttft_s) < 0.71 and min(computed.ttft_s) > 1.39
+
+
+def test_retained_tokens_follow_littles_law_and_their_spread_campbells() -> None:
+    result = replayed([talk(40.0), talk(None, turns=1)], ttl_s=100.0, rate=2.0, duration_s=40_000.0, pool=10**6)
+    # per turn: a third each of 1,000 tokens for 40.1 s (read), 1,200 for 100 s and 1,000 for 100 s (never read)
+    per_turn = (1000 * 40.1 + 1200 * 100 + 1000 * 100) / 3
+    square = (1000**2 * 40.1 + 1200**2 * 100 + 1000**2 * 100) / 3
+    assert result.pinned_mean == pytest.approx(2.0 * per_turn, rel=0.02)
+    assert result.pinned_p99 == pytest.approx(2.0 * per_turn + 2.33 * math.sqrt(2.0 * square), rel=0.03)
+    assert result.used_token_s / (result.used_token_s + result.wasted_token_s) == pytest.approx(
+        40.1 * 1000 / (3 * per_turn), rel=0.03
+    )
+
+
+def test_retained_kv_makes_decode_wait_and_nothing_is_left_out() -> None:
+    tight = replayed([talk(None, turns=1)], ttl_s=400.0, rate=0.05, pool=10_000)
+    # 10 of them fit, and each is held for some 402 s: 0.025 turns/s are served of 0.05
+    assert tight.waited > 0 and tight.unserved == pytest.approx(0.5 * 0.05 * 40_000, rel=0.15)
+    assert tight.turns == pytest.approx(0.05 * 40_000, rel=0.1)
+    loose = replayed([talk(None, turns=1)], ttl_s=0.0, rate=0.05, pool=10_000)
+    assert loose.unserved <= 1 and loose.pinned_mean == 0.0
+
+
+def test_foresight_holds_only_what_returns() -> None:
+    result = replayed([talk(30.0), talk(500.0)], holds=policies.Foresight(100.0))
+    assert result.wasted_token_s == 0.0
+    assert result.outcomes["hit"] == pytest.approx(result.outcomes["absent"], rel=0.2)
+
+
+def test_the_same_seed_replays_the_same() -> None:
+    one, two, other = (replayed([talk(30.0), talk(90.0)], seed=seed) for seed in (5, 5, 6))
+    assert one.ttft_s == two.ttft_s and one.pinned_token_s == two.pinned_token_s
+    assert one.ttft_s != other.ttft_s
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Deployment(FLAT, 9_999), "cannot hold one request"),
+        (lambda: Load(0.0), "turns_per_s must be positive"),
+        (lambda: Load(1.0, math.inf), "duration_s must be positive"),
+        (lambda: Replay([], Deployment(FLAT, 10_000), Setting(1), Load(1.0)), "no conversations"),
+    ],
+)
+def test_impossible_replays_are_refused(make: Any, says: str) -> None:
+    with pytest.raises(ReplayError, match=says):
+        make()
+
+
+# --- what is exposed ------------------------------------------------------------------------------------------------
+
+
+def test_the_books_of_the_observer_are_those_of_the_replay() -> None:
+    setting, deployment = Setting(60.0), Deployment(FLAT, 10**5, noise=0.0, prefill_engines=50)
+    memory = InMemory()
+    observer = ObservedDeployment(deployment, setting, memory)
+    load = Load(0.2, duration_s=20_000.0, warmup_s=500.0)
+    result = Replay([talk(20.0), talk(300.0)], deployment, setting, load, observer=observer, tick_s=60.0).run()
+    series = memory.series()
+    for outcome, count in result.outcomes.items():
+        # both ends of the window cut through a few turns
+        assert series.increase("kvtune_turns_total", outcome=str(outcome)) == pytest.approx(count, abs=8)
+    facts = suggest_series(series, {})["evidence"]
+    assert facts["retained_tokens_mean"] == pytest.approx(result.pinned_mean, rel=0.03)
+    assert facts["active_tokens_mean"] == pytest.approx(result.active_mean, rel=0.1)
+    assert facts["kappa"] == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_stock_deployment_exposes_only_vllms_series_once_a_rank(tmp_path: Path) -> None:
+    setting, deployment = Setting(60.0), Deployment(FLAT, 10**7, noise=0.0, prefill_engines=50)
+    observer = ObservedDeployment(deployment, setting, to_directory(tmp_path), stock=True, ranks=4)
+    load = Load(0.2, duration_s=600.0, warmup_s=0.0)
+    Replay([talk(20.0)], deployment, setting, load, observer=observer, tick_s=300.0).run()
+    assert sorted({path.name.split("-")[1] for path in tmp_path.iterdir()}) == ["decode.prom", "prefill.prom"]
+    page = sorted(tmp_path.glob("*-decode.prom"))[-1].read_text()
+    assert "kvtune_" not in page
+    values = {line.split(" ")[0]: float(line.split(" ")[1]) for line in page.splitlines() if line[:1] != "#"}
+    reads = values['vllm:nixl_xfer_time_seconds_count{engine="0",model_name="flat"}']
+    ended = values['vllm:request_success_total{engine="0",finished_reason="stop",model_name="flat"}']
+    assert reads % 4 == 0 and 0 <= reads / 4 - ended <= 3
+
+
+# --- rules ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_rules_are_what_they_say() -> None:
+    plans = [talk(10.0, turns=3), talk(100.0, turns=3)]
+    assert policies.keep_alive_ttl(plans) == pytest.approx(110.0)
+    # mean sequence 1,200 tokens: a token costs 1 ms to compute and 0.1 ms to fetch
+    assert policies.ski_rental_ttl(plans, Deployment(FLAT, 100_000)) == pytest.approx(0.9e-3 * 100_000)
+    assert policies.continuum_ttl(plans, FLAT, queueing_s=0.0) == 0.0
+    # every conversation has three turns, so turns done tell turns to come: eta is 1
+    assert policies.continuum_ttl(plans, FLAT, queueing_s=400.0) == pytest.approx(100.0)
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> tuple[int, str, str]:
+    from kvtune_cli.main import _register, app
+
+    if not app.registered_commands:
+        _register()
+    result = CliRunner().invoke(app, ["simulate", *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "talks.jsonl"
+    rows = []
+    for conv in range(40):
+        gap = 5.0 + conv
+        for turn in range(4):
+            tokens, last = 2000 + 300 * turn, turn == 3
+            rows.append(
+                {"conv": conv, "turn": turn, "in_tokens": tokens, "out_tokens": 100,
+                 "gap_to_next_s": None if last else gap, "reusable_tokens_next": 0 if last else tokens + 100}
+            )  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_command_gives_a_row_for_each_setting_and_rule(trace: Path, tmp_path: Path) -> None:
+    code, out, err = command(
+        str(trace), "--ttl", "10,60", "--threshold", "64,512", "--rate", "0.5,1", "--duration", "30m", "--warmup", "5m",
+        "--policies", "default,hindsight", "--format", "json", "--charts", str(tmp_path / "c"), "--jobs", "2",
+    )  # fmt: skip
+    assert code == 0, err
+    document = json.loads(out)
+    rows = document["rows"]
+    assert [(row["policy"], row["ttl"], row["threshold"]) for row in rows if row["rate"] == 0.5][:5] == [
+        ("fixed", 10.0, 64), ("fixed", 10.0, 512), ("fixed", 60.0, 64), ("fixed", 60.0, 512), ("default", 480.0, 64),
+    ]  # fmt: skip
+    assert len(rows) == 2 * (4 + 2)
+    by = {(row["rate"], row["ttl"], row["threshold"]): row for row in rows}
+    assert by[0.5, 10.0, 64]["hit_ratio"] < 0.1 < 0.95 < by[0.5, 60.0, 64]["hit_ratio"]
+    assert by[0.5, 60.0, 64]["ttft_mean_s"] < by[0.5, 10.0, 64]["ttft_mean_s"]
+    assert by[1.0, 60.0, 64]["pinned_tokens_mean"] == pytest.approx(
+        2 * by[0.5, 60.0, 64]["pinned_tokens_mean"], rel=0.2
+    )
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [
+        "frontier-1.png", "frontier-1.svg", "frontier-2.png", "frontier-2.svg",
+        "ttft-1.png", "ttft-1.svg", "ttft-2.png", "ttft-2.svg",
+    ]  # fmt: skip
+
+
+def test_snapshots_are_what_suggest_reads(trace: Path, tmp_path: Path) -> None:
+    code, out, err = command(
+        "--trace", str(trace), "--ttl", "480", "--rate", "2", "--duration", "2h", "--snapshot", str(tmp_path / "s"),
+        "--format", "json",
+    )  # fmt: skip
+    assert code == 0, err
+    (row,) = json.loads(out)["rows"]
+    document = suggest_snapshots(tmp_path / "s")
+    assert document["evidence"]["turns"] == pytest.approx(row["turns"], abs=20)
+    ttl = document["recommendations"][0]
+    assert (ttl["current"], ttl["status"]) == (480, "keep")
+    predicted = next(one for one in ttl["counterfactual"] if one["value"] == 480)
+    assert predicted["pinned_tokens_mean"] == pytest.approx(row["pinned_tokens_mean"], rel=0.05)
+    assert predicted["pinned_tokens_p99"] == pytest.approx(row["pinned_tokens_p99"], rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--ttl", "60,x"), "--ttl: 'x' is not a number"),
+        (("--ttl", "60", "--rate", "0"), "--rate: 0 is out of range"),
+        (("--ttl", "60", "--model", "gpt"), "model 'gpt' is neither"),
+        (("--ttl", "60", "--pool-tokens", "1000"), "a pool of 1000 tokens cannot hold one request"),
+        (("--policies", "best"), "unknown policy 'best'"),
+        (("--policies", "none"), "nothing to replay"),
+        (("--ttl", "60", "--duration", "soon"), "--duration: not a positive duration"),
+        (("--ttl", "60", "--format", "xml"), "unknown format 'xml'"),
+        (("/nowhere.csv", "--ttl", "60"), "/nowhere.csv: no such file"),
+        (("--ttl", "60,120", "--snapshot", "/tmp/x"), "give one --ttl"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(arguments: tuple[str, ...], says: str) -> None:
+    code, out, err = command(*arguments)
+    assert code in (1, 2) and says in err and not out and "Traceback" not in err
