@@ -22,7 +22,7 @@ import aiohttp
 from kvtune_bench.process import ChildProcess, ProcessError, tail
 from kvtune_router.requests import FIRST_TURN
 
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 360.0
 _SCRIPTS = Path(__file__).parents[1] / "scripts"
 _SERVE = """import importlib.metadata as metadata
 def version(name, found=metadata.version):
@@ -203,11 +203,12 @@ class Bench:
         return await self.post(p, **{"prompt": prompt, "max_tokens": 1, "kv_transfer_params": params, **more})
 
     async def decode(
-        self, d: VllmServer, prompt: Any, p: Mapping[str, Any], tokens: int = 24, **params: Any
+        self, d: VllmServer, prompt: Any, p: Mapping[str, Any], tokens: int = 24, salt: str | None = None, **params: Any
     ) -> dict[str, Any]:
-        """D's leg after P's answer `p`; its answer. It goes on for `tokens` whatever the model says."""
+        """D's leg after P's answer `p`; its answer. It goes on for `tokens`; nothing is cached but under its salt."""
         params = {**p["kv_transfer_params"], **params}
-        return await self.post(d, prompt=prompt, max_tokens=tokens, ignore_eos=True, kv_transfer_params=params)
+        body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "kv_transfer_params": params}
+        return await self.post(d, **body, **({"cache_salt": salt} if salt else {}))
 
     async def legs(
         self, p: VllmServer, d: VllmServer, prompt: Any, reference: Any = None, **decode: Any

@@ -16,52 +16,20 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import aiohttp
-
-from kvtune_bench.vllm_pair import VllmConfig, VllmServer, free_port
-from kvtune_router.requests import FIRST_TURN
+from kvtune_bench.vllm_pair import Bench, cpu_seconds
 
 SETTLE_S = 5.0
 WATCH_S = 10.0
 
 
-def cpu_seconds(group: int) -> float:
-    """CPU seconds of all processes of a process group, from /proc."""
-    total = 0
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[2]) == group:
-            total += int(fields[11]) + int(fields[12])
-    return total / os.sysconf("SC_CLK_TCK")
-
-
 async def measure(connector: str, python: str, model: Path, logs: Path) -> dict[str, float]:
     """Cores that P and D use while D holds blocks."""
     async with AsyncExitStack() as stack:
-        timeout = aiohttp.ClientTimeout(total=300)
-        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
-        servers = {}
-        for role in ("prefill", "decode"):
-            config = VllmConfig(
-                role=role, python=python, model=model, connector=connector, port=free_port(),
-                side_channel_port=free_port(), ttl_s=900,
-            )  # fmt: skip
-            servers[role] = await VllmServer.spawn(config, logs / f"{connector}-{role}.log")
-            stack.push_async_callback(servers[role].stop)
+        bench = Bench(stack, logs, python, model)
+        await bench.connect(300.0)
+        servers = {role: await bench.server(role, connector=connector, ttl_s=900.0) for role in ("prefill", "decode")}
         await asyncio.gather(*(server.ready() for server in servers.values()))
-        params: object = FIRST_TURN
-        for role, tokens in (("prefill", 1), ("decode", 16)):
-            body = {
-                "model": "tiny",
-                "prompt": "one two three " * 80,
-                "max_tokens": tokens,
-                "kv_transfer_params": params,
-            }
-            async with session.post(servers[role].url + "/v1/completions", json=body) as answer:
-                params = (await answer.json())["kv_transfer_params"]
+        await bench.legs(servers["prefill"], servers["decode"], "one two three " * 80, tokens=16)
         await asyncio.sleep(SETTLE_S)
         groups = {role: server.child.pid for role, server in servers.items()}
         before, begun = {role: cpu_seconds(group) for role, group in groups.items()}, time.monotonic()

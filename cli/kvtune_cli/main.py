@@ -35,9 +35,10 @@ def _main(
 
 def _register() -> None:
     from kvtune_cli import bench, demo, metrics, record, router, simulate, suggest
+    from kvtune_cli.panels import Panels
 
     app.command("demo")(demo.demo)
-    app.command("suggest")(suggest.suggest)
+    app.command("suggest", cls=Panels)(suggest.suggest)
     app.command("simulate")(simulate.simulate)
     app.command("record")(record.record)
     app.command("router")(router.router)

@@ -50,6 +50,10 @@ def router(
     holdout: Annotated[
         float | None, _option("--holdout", "share (0..1) of conversations served without reuse, to compare [0]")
     ] = None,
+    explore: Annotated[
+        float | None,
+        _option("--explore", "share (0..0.05) of references to try the other path with, near the threshold [0]"),
+    ] = None,
     max_conversations: Annotated[int | None, _option("--max-conversations", "remembered at most [200000]")] = None,
     forget_after: Annotated[
         float | None, _option("--forget-after", "seconds until a conversation is given up [3600]")

@@ -13,6 +13,9 @@ import yaml
 from kvtune_connector.policy import DEFAULT_TTL_S, EXPIRY_MARGIN_S
 from kvtune_telemetry.clock import clock_from_spec
 
+MAX_EXPLORE = 0.05
+"""Of references, at most, are explored with: each costs a user some milliseconds."""
+
 
 class ConfigError(ValueError):
     """A setting is missing, unknown or out of range; the message names it."""
@@ -43,6 +46,9 @@ class RouterConfig:
     """Keys the hashes of conversation ids; None: a random one. Routers that must agree on ids share it."""
     holdout: float = 0.0
     """Share (0 to 1) of conversations served without reuse, to measure what reuse is worth."""
+    explore: float = 0.0
+    """Share (0 to 0.05) of the references for which prefill is asked to take the other path than its threshold says, to
+    measure both; it does so only near the threshold."""
     max_conversations: int = 200_000
     forget_after: float = 3600.0
     """A conversation that has not returned for so long is given up."""
@@ -78,6 +84,7 @@ class RouterConfig:
                 f"it must exceed the margin ({self.margin:g} s) and the hand-over ({self.handover:g} s)",
             )  # fmt: skip
         _check(0 <= self.holdout <= 1, "holdout", self.holdout, "it is a share from 0 to 1")
+        _check(0 <= self.explore <= MAX_EXPLORE, "explore", self.explore, f"it is a share from 0 to {MAX_EXPLORE:g}")
         try:
             clock_from_spec(self.time_scale)
         except ValueError as error:

@@ -87,14 +87,19 @@ def _splittable(body: dict[str, Any]) -> bool:
     return "messages" in body or isinstance(prompt, str)
 
 
-def prefill_body(body: dict[str, Any], reference: dict[str, Any] | None) -> bytes:
-    """P's leg: one token, not streamed, with the reference to read back (or the marks of a first turn)."""
+def prefill_body(body: dict[str, Any], reference: dict[str, Any] | None, *, explore: bool = False) -> bytes:
+    """P's leg: one token, not streamed, with the reference to read back (or the marks of a first turn).
+
+    `explore` asks P for the path that its threshold speaks against, if the history is near the threshold.
+    """
     leg = {name: value for name, value in body.items() if name not in _NOT_FOR_PREFILL}
     leg["stream"] = False
     leg["max_tokens"] = 1
     leg[PARAMS] = (
         dict(FIRST_TURN) if reference is None else {**reference, "do_remote_decode": True, "do_remote_prefill": False}
     )
+    if explore and reference is not None:
+        leg[PARAMS][KEY] = {**(reference.get(KEY) or {}), **request_extras(explore=True)}
     return dumped(leg)
 
 

@@ -66,6 +66,7 @@ class Router:
         self.recorder.set_setting("default_ttl_seconds", config.ttl)
         self.recorder.set_setting("margin_seconds", config.margin + config.handover)
         self.recorder.set_setting("holdout_ratio", config.holdout)
+        self.recorder.set_setting("explore_ratio", config.explore)
         self.recorder.set_setting("retain_seconds", config.retain or 0.0)
         self.fleet = Fleet(config.prefill, config.decode, self.recorder.record)
         key = config.identity_key

@@ -11,6 +11,7 @@ What P and D did decides what happens next; the rules:
 from __future__ import annotations
 
 import asyncio
+import random
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,6 +81,8 @@ class _Turn:
     first_byte_s: float | None = None
     phases: dict[Phase, float] = field(default_factory=dict)
     report: Report | None = None
+    explored: float | None = None
+    """The propensity with which this turn's reference was sent to be explored with; None: it was not."""
     prompt_tokens: int | None = None
     prefill: Engine | None = None
     decode: Engine | None = None
@@ -294,7 +297,9 @@ class TurnServer:
 
     async def _prefill_leg(self, turn: _Turn, engine: Engine, reference: Reference | None) -> Prefilled:
         turn.prefill = engine
-        body = prefill_body(turn.request.body, reference.params if reference is not None else None)
+        explore = reference is not None and self._config.explore > random.random()
+        turn.explored = self._config.explore if explore else None
+        body = prefill_body(turn.request.body, reference.params if reference is not None else None, explore=explore)
         turn.tries += 1
         headers = dict(turn.headers)
         if turn.tries > 1:
@@ -563,6 +568,7 @@ class TurnServer:
                 reused_tokens=report.fetched_tokens + report.local_tokens if report is not None else None,
                 decision=report.decision if report is not None else None,
                 reason=report.reason if report is not None else None,
+                explored=turn.explored,
                 reference_age_s=arrival.reference_age_s if arrival is not None else None,
                 error=turn.error,
                 trace=turn.trace,

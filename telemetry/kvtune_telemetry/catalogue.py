@@ -252,8 +252,14 @@ def _router() -> Iterator[Metric]:
     yield Metric(
         "kvtune_router_setting", "gauge", "1",
         "Settings in force: default_ttl_seconds (assumed where D does not say), margin_seconds (kept before expiry), "
-        "holdout_ratio, retain_seconds (asked of D for each turn; 0: what D is set to).",
-        "router", (Label("setting", ("default_ttl_seconds", "margin_seconds", "holdout_ratio", "retain_seconds")),),
+        "holdout_ratio, explore_ratio, retain_seconds (asked of D for each turn; 0: what D is set to).",
+        "router",
+        (
+            Label(
+                "setting",
+                ("default_ttl_seconds", "margin_seconds", "holdout_ratio", "explore_ratio", "retain_seconds"),
+            ),
+        ),
     )  # fmt: skip
     yield Metric(
         "kvtune_router_build_info", "info", "1", "Version of the router; always 1.", "router", (Label("version"),),

@@ -45,6 +45,8 @@ class TurnEnded:
     reused_tokens: int | None = None
     decision: Decision | None = None
     reason: Reason | None = None
+    explored: float | None = None
+    """Propensity of the exploration this turn was part of; None: it was not."""
     reference_age_s: float | None = None
     error: str | None = None
     """Why the turn failed, in words without prompt text."""

@@ -208,14 +208,18 @@ class Prometheuses:
         self._running: list[ChildProcess] = []
         self._started = 0
 
-    async def start(self, jobs: dict[str, str], *flags: str, prefix: str = "") -> Prometheus:
-        """A server that scrapes each job's target (`host:port`) every second."""
+    async def start(
+        self, jobs: dict[str, str], *flags: str, prefix: str = "", blocks: Path | None = None
+    ) -> Prometheus:
+        """A server that scrapes each job's target (`host:port`) every second; it begins with the data in `blocks`."""
         program = shutil.which("prometheus")
         if program is None:
             pytest.fail("no `prometheus` on PATH; install it: apt-get install -y --no-install-recommends prometheus")
         self._started += 1
         home = self._directory / f"prometheus-{self._started}"
         home.mkdir()
+        if blocks is not None:
+            os.rename(blocks, home / "data")
         config = {
             "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
             "scrape_configs": [

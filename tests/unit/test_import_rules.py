@@ -23,9 +23,9 @@ ONLY_IN = {
     "nixl": ("connector/",),
     "grafana_api": ("dashboards/",),
     "redis": ("router/",),
-    "matplotlib": ("bench/kvtune_bench/charts",),
+    "matplotlib": ("bench/kvtune_bench/charts", "bench/kvtune_bench/replay/charts"),
     "typer": ("cli/",),
-    "rich": ("cli/", "bench/kvtune_bench/demo", "tuning/kvtune_tuning/render"),
+    "rich": ("cli/", "bench/kvtune_bench/demo", "bench/kvtune_bench/replay/table", "tuning/kvtune_tuning/render"),
 }
 
 

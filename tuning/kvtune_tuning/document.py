@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib import resources
 from typing import Any
 
-from kvtune_tuning import threshold, ttl
+from kvtune_tuning import stock, threshold, ttl
 from kvtune_tuning.errors import TuningError
-from kvtune_tuning.evidence import Evidence
+from kvtune_tuning.evidence import Evidence, Mode
 from kvtune_tuning.wording import digits
 
 SCHEMA = "kvtune.suggest/1"
@@ -56,10 +56,7 @@ def build(
     evidence: Evidence, source: dict[str, Any], *, explain: bool = False, queries: list[str] | None = None
 ) -> dict[str, Any]:
     """Decide on both settings and write everything down."""
-    ttl_advice = ttl.advise(evidence.ttl)
-    if evidence.missing_router:
-        ttl_advice = _without_router(ttl_advice)
-    threshold_advice = threshold.advise(evidence.threshold)
+    ttl_advice, threshold_advice = _decide(evidence)
     recommendations = [_ttl(evidence, ttl_advice), _threshold(evidence, threshold_advice)]
     start, end = evidence.start_s, evidence.end_s
     document: dict[str, Any] = {
@@ -90,12 +87,43 @@ def _iso(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
-def _without_router(advice: ttl.TtlAdvice) -> ttl.TtlAdvice:
-    return ttl.TtlAdvice(
-        "insufficient", advice.current, None, None, None, (), "missing_series",
-        "cannot tell: no router series (kvtune_turn_gap_seconds, kvtune_turn_ends_total); add its metrics port",
-        (), None, None, None, None,
-    )  # fmt: skip
+def _decide(evidence: Evidence) -> tuple[ttl.TtlAdvice, threshold.ThresholdAdvice]:
+    """Both settings, by what there is to decide on."""
+    bounds = evidence.bounds
+    if bounds is not None:
+        ttl_advice = stock.advise_ttl(bounds)
+    else:
+        ttl_advice = ttl.advise(evidence.ttl)
+        if evidence.mode is Mode.ENGINES:
+            ttl_advice = _as_far_as_retained(ttl_advice, evidence)
+    if evidence.stock_prefill:
+        return ttl_advice, stock.advise_threshold(evidence.threshold.current, bounds)
+    return ttl_advice, threshold.advise(evidence.threshold)
+
+
+def _as_far_as_retained(advice: ttl.TtlAdvice, evidence: Evidence) -> ttl.TtlAdvice:
+    """Without a router nothing is seen of returns after the TTL: no ground to raise it, none to call it enough."""
+    now = digits(advice.current)
+    if advice.reason_code == "pool_slack" or (advice.recommended is not None and advice.recommended > advice.current):
+        usage = 100 * (evidence.ttl.usage_p99 or 0.0)
+        return replace(
+            advice, status="keep", recommended=advice.current, interval=None, reason_code="pool_slack",
+            reason=f"keep {now} s: the pool has room (P99 usage {usage:.0f} %); whether a longer TTL would gain "
+            "something is not seen without kvtune's router",
+        )  # fmt: skip
+    if advice.reason_code == "too_few_gaps" and evidence.ttl.curves.returned >= ttl.MIN_GAPS:
+        return replace(
+            advice, retry_after_s=None,
+            reason=f"cannot tell: decode retained for at least {evidence.ttl.conversations:.0f} conversations at once, "
+            f"need {ttl.MIN_CONVERSATIONS}; kvtune's router counts them",
+        )  # fmt: skip
+    if advice.reason_code == "nobody_returns":
+        return replace(
+            advice, reason_code="never_read",
+            reason=f"switch retention off, or make it useful: nothing that decode retains is read within {now} s; "
+            "see whether the router hands the references over",
+        )  # fmt: skip
+    return advice
 
 
 def _interval(pair: tuple[float, float] | None) -> list[float] | None:
@@ -112,6 +140,7 @@ def _ttl(evidence: Evidence, advice: ttl.TtlAdvice) -> dict[str, Any]:
             "value_ttl_s": advice.value_s,
             "break_even_s": advice.break_even_s,
             "scarcity": advice.scarcity,
+            **({} if evidence.bounds is None else {"fits_s": stock.facts(evidence.bounds)["fits_s"]}),
         },
     }
 
@@ -193,13 +222,14 @@ def _apply(evidence: Evidence, recommendations: list[dict[str, Any]]) -> dict[st
         value = int(ttl_now["recommended"])
         if _engines_decide(evidence, ttl_now):
             engines.append(_extra("decode", {"bidirectional_kv_xfer": True, ttl.SETTING: value}))
-        router = f"{_router_flag(evidence)} {value}"
+        router = _router_change(evidence, value)
     if not engines and router is None:
         return None
+    own = "" if evidence.has_router or not engines else f" {_OTHER_ROUTER}"
     return {
         "engines": engines,
         "router": router,
-        "note": f"{_how_to(bool(engines))} One step per window: ask again after the change has run for as long as "
+        "note": f"{_how_to(bool(engines))}{own} One step per window: ask again after the change has run for as long as "
         "this window.",
     }
 
@@ -215,9 +245,16 @@ def _how_to(engines: bool) -> str:
     return "Restart the router with the flag; the engines stay as they are."
 
 
-def _router_flag(evidence: Evidence) -> str:
-    """A router that asks for a retention is told another one; one that does not is told what decode is set to."""
-    return ROUTER_TTL_FLAG if evidence.asked is None else ROUTER_RETAIN_FLAG
+_OTHER_ROUTER = (
+    "A router of another make keeps a TTL of its own: at least 5 s less than decode's, or it hands over what lapsed."
+)
+
+
+def _router_change(evidence: Evidence, seconds: float) -> str | None:
+    """The flag of kvtune's router: one that asks for a retention is told another, else what decode is set to."""
+    if not evidence.has_router:
+        return None
+    return f"{ROUTER_TTL_FLAG if evidence.asked is None else ROUTER_RETAIN_FLAG} {digits(seconds)}"
 
 
 def _rollback(evidence: Evidence, recommendations: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -231,7 +268,7 @@ def _rollback(evidence: Evidence, recommendations: list[dict[str, Any]]) -> dict
     if off or (ttl_now["status"] == "change" and _engines_decide(evidence, ttl_now)):
         engines.append(_extra("decode", {"bidirectional_kv_xfer": True, ttl.SETTING: ttl_now["current"]}))
     if off or ttl_now["status"] == "change":
-        router = f"{_router_flag(evidence)} {digits(ttl_now['current'])}"
+        router = _router_change(evidence, ttl_now["current"])
     if not engines and router is None:
         return None
     return {"engines": engines, "router": router, "note": "Puts back what is in force now."}
@@ -240,35 +277,14 @@ def _rollback(evidence: Evidence, recommendations: list[dict[str, Any]]) -> dict
 def _explain(
     evidence: Evidence, ttl_advice: ttl.TtlAdvice, threshold_advice: threshold.ThresholdAdvice, queries: list[str]
 ) -> dict[str, Any]:
-    i = evidence.ttl
-    curve = i.curves.tokens
-    kappa = f"{i.kappa:.3g}" if evidence.facts["kappa"] is not None else f"{_UNKNOWN}, 1 is used"
-    useful = f"{i.useful:.3g}" if evidence.facts["useful_share"] is not None else f"{_UNKNOWN}, 1 is used"
-    memory = ttl_advice.memory_s
+    bounds, curves = evidence.bounds, evidence.ttl.curves
+    costs = evidence.threshold if bounds is None else bounds
     return {
-        "ttl": [
-            "S(t): share of what ended that has not returned t seconds later; F = 1 - S",
-            "mean retained tokens m(T) = kappa x rate of ended tokens x integral of S(t) to T (Little)",
-            "variance s2(T) = kappa x rate of ended tokens^2 x the same integral, squared weights (Campbell)",
-            f"memory: the longest T with active + m + z x sqrt(s2 + active's variance) <= {ttl.POOL_SHARE} x pool",
-            f"z = {ttl.Z_P99}: so many standard deviations (sigma) above the mean is the 99th percentile",
-            "kappa: tokens that decode was seen to retain, over what the pauses predict",
-            f"kappa {kappa}; rate {i.token_rate:.4g} tokens/s, {i.token_squared_rate:.4g} tokens^2/s on the "
-            "tightest decode engine",
-            f"pool {_number(i.pool_tokens, ' tokens')}; active {_number(i.active_mean, ' tokens')}, "
-            f"sigma {_number(math.sqrt(i.active_variance) if i.active_mean is not None else None, ' tokens')}; "
-            f"measured P99 usage {_number(i.usage_p99)}",
-            f"value: the T that maximises useful x F(T - {i.margin_s:g}) - (1/beta) x integral of S",
-            "useful: share of the tokens of in-time returns that P really fetched, and did not hold itself",
-            "beta = saving x pool / scarcity: how long a token may be held for what fetching it saves",
-            f"useful {useful}; beta {_number(ttl_advice.break_even_s, ' s')}",
-            f"memory TTL {'unbounded' if memory is not None and math.isinf(memory) else _number(memory, ' s')}; "
-            f"value TTL {_number(ttl_advice.value_s, ' s')}; reach {ttl.reach_ttl(i):g} s (all but "
-            f"{100 * (1 - ttl.ENOUGH):.1g} % of the returns that were seen)",
-        ],
+        "ttl": _explain_ttl(evidence, ttl_advice) if bounds is None else stock.explain(bounds),
         "survival": [
             {"seconds": float(t), "turns": float(a), "tokens": float(b)}
-            for t, a, b in zip(curve.edges, i.curves.turns.values, curve.values, strict=True)
+            for t, a, b in zip(curves.tokens.edges, curves.turns.values, curves.tokens.values, strict=True)
+            if bounds is None
         ],
         "threshold": [
             "n* = fetch intercept / (recompute slope - fetch slope); the recompute intercept is paid either way",
@@ -288,11 +304,38 @@ def _explain(
                 "seconds": p.seconds,
                 "count": p.count,
             }
-            for name, points in (("recompute", evidence.threshold.recompute), ("fetch", evidence.threshold.fetch))
+            for name, points in (("recompute", costs.recompute), ("fetch", costs.fetch))
             for p in points
         ],
         "queries": queries,
     }
+
+
+def _explain_ttl(evidence: Evidence, advice: ttl.TtlAdvice) -> list[str]:
+    i = evidence.ttl
+    kappa = f"{i.kappa:.3g}" if evidence.facts["kappa"] is not None else f"{_UNKNOWN}, 1 is used"
+    useful = f"{i.useful:.3g}" if evidence.facts["useful_share"] is not None else f"{_UNKNOWN}, 1 is used"
+    memory = advice.memory_s
+    return [
+        "S(t): share of what ended that has not returned t seconds later; F = 1 - S",
+        "mean retained tokens m(T) = kappa x rate of ended tokens x integral of S(t) to T (Little)",
+        "variance s2(T) = kappa x rate of ended tokens^2 x the same integral, squared weights (Campbell)",
+        f"memory: the longest T with active + m + z x sqrt(s2 + active's variance) <= {ttl.POOL_SHARE} x pool",
+        f"z = {ttl.Z_P99}: so many standard deviations (sigma) above the mean is the 99th percentile",
+        "kappa: tokens that decode was seen to retain, over what the pauses predict",
+        f"kappa {kappa}; rate {i.token_rate:.4g} tokens/s, {i.token_squared_rate:.4g} tokens^2/s on the "
+        "tightest decode engine",
+        f"pool {_number(i.pool_tokens, ' tokens')}; active {_number(i.active_mean, ' tokens')}, "
+        f"sigma {_number(math.sqrt(i.active_variance) if i.active_mean is not None else None, ' tokens')}; "
+        f"measured P99 usage {_number(i.usage_p99)}",
+        f"value: the T that maximises useful x F(T - {i.margin_s:g}) - (1/beta) x integral of S",
+        "useful: share of the tokens of in-time returns that P really fetched, and did not hold itself",
+        "beta = saving x pool / scarcity: how long a token may be held for what fetching it saves",
+        f"useful {useful}; beta {_number(advice.break_even_s, ' s')}",
+        f"memory TTL {'unbounded' if memory is not None and math.isinf(memory) else _number(memory, ' s')}; "
+        f"value TTL {_number(advice.value_s, ' s')}; reach {ttl.reach_ttl(i):g} s (all but "
+        f"{100 * (1 - ttl.ENOUGH):.1g} % of the returns that were seen)",
+    ]
 
 
 _UNKNOWN = "not known yet"
@@ -305,12 +348,13 @@ def _number(value: float | None, unit: str = "") -> str:
 def exit_code(document: dict[str, Any], *, signal_change: bool = False) -> int:
     """The exit code of a document.
 
-    1 on failure, 3 where every recommendation is insufficient, 4 where a change is advised and `signal_change` is
-    set, else 0.
+    1 on failure, 3 where every recommendation is insufficient (but for a threshold that stock series never identify),
+    4 where a change is advised and `signal_change` is set, else 0.
     """
     if "error" in document:
         return 1
     states = [r["status"] for r in document["recommendations"]]
-    if all(state == "insufficient" for state in states):
+    possible = [r["status"] for r in document["recommendations"] if r["reason_code"] != stock.NEVER_IDENTIFIABLE]
+    if all(state == "insufficient" for state in possible):
         return 3
     return 4 if signal_change and any(state in ("change", "off") for state in states) else 0

@@ -17,5 +17,9 @@ class TuningError(Exception):
         return {"code": self.code, "message": self.message, "hint": self.hint}
 
 
+NOT_ENOUGH_DATA = frozenset(("no_series", "no_kvtune_series", "window_too_short"))
+"""Codes of errors that say: nothing failed, there is only too little to read (exit code 3)."""
+
+
 class UsageError(TuningError):
     """Options that contradict each other or cannot be read (exit code 2)."""

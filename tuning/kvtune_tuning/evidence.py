@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
 
 from kvtune_connector.policy import DEFAULT_THRESHOLD_TOKENS, DEFAULT_TTL_S, EXPIRY_MARGIN_S
 from kvtune_telemetry.buckets import GAP_SECONDS, SIZE_EDGES
-from kvtune_telemetry.vocabulary import Decision, Outcome, Path, Reason, Role
-from kvtune_tuning import threshold, ttl
+from kvtune_telemetry.vocabulary import Decision, End, Outcome, Path, Reason, Role
+from kvtune_tuning import stock, threshold, ttl
+from kvtune_tuning.counters import Ended, steps, stretches, summed
 from kvtune_tuning.errors import TuningError
 from kvtune_tuning.gaps import GapCurves, Survival, mean_held, survival
 from kvtune_tuning.lines import CostPoint, saving_per_token
 from kvtune_tuning.series import Floats, Series, SeriesSet
 from kvtune_tuning.wording import digits
 
-MAX_STRETCHES = 30
-"""Stretches the window is cut into for cost points."""
 KAPPA_RANGE = (0.25, 4.0)
 """Beyond it observed and predicted retention are about different things, and neither is believed."""
 MIN_PREDICTED_SHARE = 0.002
@@ -31,6 +32,19 @@ MAX_GAUGE = 1e15
 """No pool, no setting and no number of requests is larger."""
 MAX_AHEAD_S = 10.0
 """Scrapes further ahead of the wall clock are in the time of a simulation."""
+
+
+class Mode(StrEnum):
+    """Whose series the advice is made from."""
+
+    KVTUNE = "kvtune"
+    """kvtune's router and its connector on the engines."""
+    ROUTER = "router"
+    """kvtune's router; the engines are stock vLLM, or none is among the targets."""
+    ENGINES = "engines"
+    """Engines with kvtune's connector; another router."""
+    STOCK = "stock"
+    """vLLM's own series only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +85,21 @@ class Evidence:
     threshold: threshold.ThresholdInputs
     ttl_setting: Setting
     threshold_setting: Setting
-    missing_router: bool
+    mode: Mode
+    bounds: stock.StockInputs | None = None
+    """Set where nothing tells when conversations return: the advice on the TTL is made from bounds then."""
+    stock_prefill: bool = False
+    """Prefill engines do not run kvtune's connector: nothing tells costs by size."""
     asked: Asked | None = None
     """Set where the routers ask for a retention of their own."""
     model_time: bool = False
     """Times are those of a scaled simulation, not the wall clock's."""
     explain: tuple[str, ...] = field(default=())
+
+    @property
+    def has_router(self) -> bool:
+        """Whether kvtune's router is among the targets."""
+        return self.mode in (Mode.KVTUNE, Mode.ROUTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,46 +116,85 @@ class _Pools:
         return max(known, key=lambda t: self.shares.get(t, 0.0) / self.tokens[t], default=None)
 
 
-def gather(series: SeriesSet) -> Evidence:
-    """Reduce raw series to evidence.
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """What ended, what came back, and the same in tokens: rates are per second, over all engines."""
 
-    Raises TuningError: `no_kvtune_series` where nothing of kvtune's is there, `window_too_short` with one scrape only.
+    curves: GapCurves
+    tokens_ended: Ended
+    extrapolated: bool
+    ends: float
+    tokens: float
+    tokens_squared: float
+    conversations: float | None
+    conversations_new: float | None
+    in_time_tokens: Callable[[float], float]
+    """Tokens whose conversation returned within so many seconds."""
+
+    @property
+    def mean_tokens(self) -> float:
+        return self.tokens / self.ends if self.ends > 0 else 0.0
+
+
+def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
+    """Reduce raw series to evidence. `stated`: what the user says where nothing else does.
+
+    Raises TuningError: `no_kvtune_series` where nothing of kvtune's and of vLLM's is there, `window_too_short` with one
+    scrape only; and UsageError where what is stated does not fit the targets.
     """
+    stated = stated or stock.Stated()
     start, end = _window(series)
     series, implausible, left_out = _plausible(series)
-    roles = _roles(series)
+    labelled = _roles(series)
+    roles = stock.roles(series, stated, labelled)
     routers = sorted({s.target for s in series.named("kvtune_turns_total")})
+    mode = (
+        Mode.KVTUNE if routers and labelled else Mode.ROUTER if routers
+        else Mode.STOCK if not labelled and stock.engines(series) else Mode.ENGINES
+    )  # fmt: skip
+    # neither a router nor decode's retentions tell when conversations return
+    blind = not routers and Role.DECODE not in labelled.values()
     checks: list[Check] = []
-    ttl_setting, asked = _ttl_setting(series)
-    threshold_setting = _setting(series, "kv_recompute_threshold", Role.PREFILL, float(DEFAULT_THRESHOLD_TOKENS))
+    ttl_setting, asked = _ttl_setting(series, stated)
+    threshold_setting = _setting(
+        series, "kv_recompute_threshold", Role.PREFILL, float(DEFAULT_THRESHOLD_TOKENS), stated.threshold
+    )
     margin = _setting(series, "expiry_margin_seconds", Role.PREFILL, EXPIRY_MARGIN_S)
     pools = _pools(series, roles)
-    curves, tokens_ended, extrapolated = _curves(series)
     window = max(1e-9, end - start)
-    rates = {name: (series.increase(name) or 0.0) / window for name in _ENDS}
-    mean_tokens = rates[_ENDS[1]] / rates[_ENDS[0]] if rates[_ENDS[0]] > 0 else 0.0
+    turns = (
+        _from_router(series, window) if routers
+        else _from_vllm(series, set(pools.targets), window) if blind
+        else _from_retentions(series, set(pools.targets), window, ttl_setting.value)
+    )  # fmt: skip
+    curves = turns.curves
     tightest = pools.tightest()
     share = pools.shares.get(tightest, 1.0) if tightest is not None else 1.0 / max(1, len(pools.targets))
     pool = pools.tokens.get(tightest) if tightest is not None else None
-    kappa, held_observed, held_predicted = _kappa(series, pools, curves.tokens, tokens_ended, ttl_setting.value)
-    usage = _usage(series, roles, pools)
-    starved, preempted = _starved(series, roles, pools, mean_tokens)
+    kappa, held_observed, held_predicted = _kappa(series, pools, curves.tokens, turns.tokens_ended, ttl_setting.value)
+    usage = _usage(series, roles, pools, set(labelled))
+    starved, preempted = _starved(series, roles, pools, turns.mean_tokens)
     fetch, recompute = _points(series, Path.FETCH, start, end), _points(series, Path.RECOMPUTE, start, end)
     saving = saving_per_token(recompute, fetch)
-    useful, useful_known = _useful(series, ttl_setting.value - margin.value)
+    useful, useful_known = _useful(series, turns, ttl_setting.value - margin.value)
     ttft = _ttft(series)
-    new_conversations = series.increase("kvtune_conversations_total") or 0.0
-    conversations = new_conversations + _alive_at_start(series)
+    bounds = (
+        stock.gather(
+            series, stated, roles, pools.tokens, ttl_setting.value, usage.p99, starved, margin.value,
+        )
+        if blind
+        else None
+    )  # fmt: skip
     ttl_inputs = ttl.TtlInputs(
         current_s=ttl_setting.value,
         margin_s=margin.value,
-        conversations=conversations,
+        conversations=turns.conversations or 0.0,
         window_s=window,
-        ends=rates[_ENDS[0]] * window,
+        ends=turns.ends * window,
         curves=curves,
-        token_rate=rates[_ENDS[1]] * share,
-        token_squared_rate=rates[_ENDS[2]] * share,
-        mean_tokens=mean_tokens,
+        token_rate=turns.tokens * share,
+        token_squared_rate=turns.tokens_squared * share,
+        mean_tokens=turns.mean_tokens,
         pool_tokens=pool,
         usage_p99=usage.p99,
         active_mean=usage.active_mean,
@@ -153,14 +215,18 @@ def gather(series: SeriesSet) -> Evidence:
         ttft_followup_s=ttft,
     )
     restarts = _restarts(series)
+    holes = _holes(series, start, end)
     checks += implausible
+    checks += _mode_checks(series, mode, labelled, roles, bounds)
     checks += _setting_checks(series, ttl_setting, threshold_setting, margin, asked)
-    checks += _target_checks(series, routers, roles, pools)
-    checks += _event_checks(series, restarts, start, end)
-    if extrapolated:
+    checks += _statement_checks(series, stated)
+    checks += _target_checks(series, mode, roles, pools)
+    checks += _event_checks(series, restarts, holes)
+    if turns.extrapolated or (bounds is not None and bounds.ran_before):
+        who = "the router" if routers else "decode"
         checks.append(Check(
             "stationarity", "info",
-            "the router was running before the window: turns that ended before it are taken to have come at the "
+            f"{who} was running before the window: turns that ended before it are taken to have come at the "
             "window's rate",
         ))  # fmt: skip
     if curves.horizon_s < ttl_setting.value - margin.value and curves.returned:
@@ -168,7 +234,9 @@ def gather(series: SeriesSet) -> Evidence:
             "short_window", "warning",
             f"pauses longer than {curves.horizon_s:.0f} s could not be observed yet; beyond that, figures are bounds",
         ))  # fmt: skip
-    if kappa is None:
+    if blind:
+        pass
+    elif kappa is None:
         checks.append(Check(
             "kappa", "info", "retained tokens could not be compared with the prediction; no correction is applied",
         ))  # fmt: skip
@@ -178,35 +246,38 @@ def gather(series: SeriesSet) -> Evidence:
             f"decode retains {kappa:.2f} times what the pauses predict; the advice is scaled by that, look for "
             "the cause (turns that leave no reference, or retention released early)",
         ))  # fmt: skip
-    if saving is None:
+    if saving is None and mode is not Mode.STOCK:
         checks.append(Check(
             "saving_unknown", "info", "costs of fetching and computing are not known yet: TTLs are not capped by value",
         ))  # fmt: skip
     facts: dict[str, object] = {
+        "mode": mode.value,
         "targets": {
             "router": routers,
             "prefill": sorted(t for t, r in roles.items() if r == Role.PREFILL),
             "decode": list(pools.targets),
+            "unknown": sorted(set(stock.engines(series)) - set(roles)),
         },
         "scrapes": int(sum(len(t) for t in series.scrapes.values())),
         "scrape_rounds": max(len(t) for t in series.scrapes.values()),
         "scraped_targets": len(series.scrapes),
         "scrape_interval_s": _interval(series),
+        "scrape_gaps": holes,
         "series": len(series.series),
         "samples": series.samples(),
         "samples_dropped": series.not_finite + left_out,
-        "models": sorted({m for s in series.named("kvtune_connector_setting") if (m := s.label("model_name"))}),
-        "turns": series.increase("kvtune_turns_total") or 0.0,
+        "models": _models(series, roles),
+        "turns": turns.ends * window if not routers else series.increase("kvtune_turns_total") or 0.0,
         "turns_by_outcome": _by(series, "kvtune_turns_total", "outcome"),
-        "conversations": conversations,
-        "conversations_new": new_conversations,
-        "gaps": curves.returned,
-        "turn_ends": rates[_ENDS[0]] * window,
+        "conversations": turns.conversations,
+        "conversations_new": turns.conversations_new,
+        "gaps": None if blind else curves.returned,
+        "turn_ends": turns.ends * window,
         "turns_given_up": series.increase("kvtune_turns_given_up_total"),
-        "turn_ends_per_s": rates[_ENDS[0]],
-        "tokens_per_turn_end": mean_tokens or None,
+        "turn_ends_per_s": turns.ends,
+        "tokens_per_turn_end": turns.mean_tokens or None,
         "gap_horizon_s": curves.horizon_s,
-        "extrapolated_before_window": extrapolated,
+        "extrapolated_before_window": turns.extrapolated,
         "restarts": restarts,
         "settings": {
             ttl.SETTING: _stated(ttl_setting),
@@ -232,24 +303,29 @@ def gather(series: SeriesSet) -> Evidence:
             "fetch": sum(p.count for p in fetch),
             "recompute": sum(p.count for p in recompute),
         },
+        "stock": None if bounds is None else stock.facts(bounds),
     }
     return Evidence(
-        start, end, facts, tuple(checks), ttl_inputs, threshold_inputs, ttl_setting, threshold_setting, not routers,
+        start, end, facts, tuple(checks), ttl_inputs, threshold_inputs, ttl_setting, threshold_setting, mode,
+        bounds, mode is Mode.STOCK or (Role.PREFILL in roles.values() and Role.PREFILL not in labelled.values()),
         asked, series.ahead_s > MAX_AHEAD_S,
     )  # fmt: skip
 
 
 _COUNTERS = ("_total", "_bucket", "_count", "_sum")
 _ENDS = ("kvtune_turn_ends_total", "kvtune_turn_end_tokens_total", "kvtune_turn_end_tokens_squared_total")
+_RETAINED_TOKENS = "kvtune_retention_tokens_total"
+_RETURNED = (End.READ.value, End.LOCAL_HIT.value, End.RELEASED.value)
+"""Ends of retentions that a returning turn brought about."""
 _GAPS = ("kvtune_turn_gap_seconds_bucket", "kvtune_turn_gap_tokens_bucket", "kvtune_turn_gap_tokens_squared_bucket")
 
 
 def _window(series: SeriesSet) -> tuple[float, float]:
-    if not any(s.name.startswith("kvtune_") for s in series.series):
+    if not any(s.name.startswith(("kvtune_", "vllm:")) for s in series.series):
         raise TuningError(
             "no_kvtune_series",
-            "none of the sources exposes kvtune_* series",
-            "Scrape the router's metrics port and both engines; engines need the kvtune connector.",
+            "none of the sources exposes kvtune_* or vllm:* series",
+            "Scrape the router's metrics port and both engines.",
         )
     start, end = series.window()
     if end <= start:
@@ -316,18 +392,19 @@ def _roles(series: SeriesSet) -> dict[str, str]:
     return roles
 
 
-def _setting(series: SeriesSet, name: str, role: Role, default: float) -> Setting:
+def _setting(series: SeriesSet, name: str, role: Role, default: float, stated: float | None = None) -> Setting:
+    """The setting in force as engines expose it, else as the user states it, else vLLM's default."""
     found = series.named("kvtune_connector_setting", setting=name, role=role.value)
     if not found:
-        return Setting(default, True)
+        return Setting(default, True) if stated is None else Setting(stated, False)
     values = tuple(sorted({float(s.values[-1]) for s in found}))
     counts = {v: sum(float(s.values[-1]) == v for s in found) for v in values}
     return Setting(max(values, key=lambda v: (counts[v], v)), False, values)
 
 
-def _ttl_setting(series: SeriesSet) -> tuple[Setting, Asked | None]:
+def _ttl_setting(series: SeriesSet, stated: stock.Stated) -> tuple[Setting, Asked | None]:
     """The retention in force, and what the routers ask of decode for each turn (None where they ask nothing)."""
-    own = _setting(series, ttl.SETTING, Role.DECODE, DEFAULT_TTL_S)
+    own = _setting(series, ttl.SETTING, Role.DECODE, DEFAULT_TTL_S, stated.ttl_s)
     asking = series.named("kvtune_router_setting", setting="retain_seconds")
     if not asking or not all(s.values[-1] > 0 for s in asking):
         return own, None
@@ -352,19 +429,29 @@ def _pools(series: SeriesSet, roles: dict[str, str]) -> _Pools:
         total = 0.0
         for info in series.named("vllm:cache_config_info"):
             if info.target == target:
-                try:
-                    block, blocks = float(info.label("block_size") or ""), float(info.label("num_gpu_blocks") or "")
-                except ValueError:
-                    continue
-                total += block * blocks if block > 0 and blocks > 0 else 0.0
+                total += _capacity(info)
         if 0 < total <= MAX_GAUGE:
             tokens[target] = total
-    retained = {
-        t: sum(s.increase() for s in series.named("kvtune_retention_tokens_total") if s.target == t) for t in targets
-    }
+    flows = series.named("kvtune_retention_tokens_total") or stock.pinned(series, set(targets))
+    retained = {t: sum(s.increase() for s in flows if s.target == t) for t in targets}
     total = sum(retained.values())
     shares = {t: retained[t] / total if total > 0 else 1.0 / len(targets) for t in targets}
     return _Pools(targets, tokens, shares)
+
+
+def _capacity(info: Series) -> float:
+    """Tokens that one data-parallel engine's pool holds, by `vllm:cache_config_info`; 0 if it does not say.
+
+    `kv_cache_size_tokens` comes first: blocks times block size is wrong for hybrid models.
+    """
+    for names in (("kv_cache_size_tokens",), ("block_size", "num_gpu_blocks")):
+        try:
+            product = math.prod(float(info.label(name) or "nan") for name in names)
+        except ValueError:
+            continue
+        if 0 < product < math.inf:
+            return product
+    return 0.0
 
 
 def _alive_at_start(series: SeriesSet) -> float:
@@ -377,56 +464,66 @@ def _alive_at_start(series: SeriesSet) -> float:
     return max(0.0, min(remembered, retained))
 
 
-class _Ended:
-    """Turns (or weights) that had ended by a time, over all routers, each extrapolated to before its first scrape.
-
-    Before a router's first sample its counter is run back at its own rate in the window, but never below zero: a
-    process that has just started had no turns before.
-    """
-
-    def __init__(self, counters: list[Series]) -> None:
-        self._parts: list[tuple[Floats, Floats, float, float, float]] = []
-        for counter in counters:
-            values = counter.unwrapped()
-            span = float(counter.times[-1] - counter.times[0])
-            rate = float(values[-1] - values[0]) / span if span > 0 else 0.0
-            self._parts.append((counter.times, values, rate, float(counter.times[0]), float(counter.times[-1])))
-        self.before = any(values[0] > 0 for _, values, *_ in self._parts)
-
-    def _at(self, part: tuple[Floats, Floats, float, float, float], times: Floats) -> Floats:
-        at, values, rate, first, _ = part
-        inside = np.interp(times, at, values)
-        earlier = np.maximum(0.0, values[0] - rate * (first - times))
-        return np.asarray(np.where(times < first, earlier, inside), dtype=np.float64)
-
-    def by(self, times: Floats) -> Floats:
-        """Ended by `times` (Unix s)."""
-        return np.asarray(sum((self._at(p, times) for p in self._parts), np.zeros_like(times)), dtype=np.float64)
-
-    def exposed(self, lags: Floats) -> Floats:
-        """Those whose return after `lags` seconds falls into the window of their own router."""
-        parts = (self._at(p, p[4] - lags) - self._at(p, p[3] - lags) for p in self._parts)
-        return np.asarray(sum(parts, np.zeros_like(lags)), dtype=np.float64)
-
-
-def _curves(series: SeriesSet) -> tuple[GapCurves, _Ended, bool]:
-    """The survival curves, the tokens that ended over time, and whether turns ended before the window."""
-    ended = [_Ended(series.named(name)) for name in _ENDS]
+def _from_router(series: SeriesSet, window: float) -> _Turns:
+    """Ends and returns of turns as kvtune's router counts them."""
+    ended = [Ended(series.named(name)) for name in _ENDS]
     counts = [_bucket_counts(series, name) for name in _GAPS]
     edges = np.asarray(GAP_SECONDS, dtype=np.float64)
     turns, exposure = survival(edges, counts[0][:-1], ended[0].exposed)
     used = len(exposure)
     tokens, _ = survival(edges, counts[1][:-1], ended[1].exposed, used)
     squares, _ = survival(edges, counts[2][:-1], ended[2].exposed, used)
-    curves = GapCurves(turns, tokens, squares, float(counts[0].sum()), exposure)
-    return curves, ended[1], ended[0].before
+    new = series.increase("kvtune_conversations_total") or 0.0
+    ends, end_tokens, end_squares = ((series.increase(name) or 0.0) / window for name in _ENDS)
+    return _Turns(
+        GapCurves(turns, tokens, squares, float(counts[0].sum()), exposure), ended[1], ended[0].before,
+        ends, end_tokens, end_squares, new + _alive_at_start(series), new,
+        lambda usable_s: float(counts[1][:-1][edges <= usable_s].sum()),
+    )  # fmt: skip
 
 
-def _bucket_counts(series: SeriesSet, name: str) -> Floats:
+def _from_vllm(series: SeriesSet, decode: set[str], window: float) -> _Turns:
+    """Ends of turns only, as stock decode engines count their requests."""
+    ends = sum(s.increase() for s in stock.pinned(series, decode)) / window
+    mean = stock.mean_tokens(series, decode)
+    unknown = Survival(np.zeros(1), np.ones(1))
+    return _Turns(
+        GapCurves(unknown, unknown, unknown, 0.0, np.zeros(0)), Ended([]), False,
+        ends, ends * mean, ends * mean**2 * stock.spread(series, decode), None, None, lambda _: 0.0,
+    )  # fmt: skip
+
+
+def _from_retentions(series: SeriesSet, decode: set[str], window: float, ttl_s: float) -> _Turns:
+    """From the ages at which decode's retentions were read or given back: nothing is seen beyond the TTL.
+
+    Ages are not weighted by tokens, so that turns of all sizes are taken to return alike (`kappa` corrects the mean),
+    and the second moment is that of the prompts. There are at least as many conversations as retained at a time.
+    """
+    started, tokens = (Ended(series.named(name)) for name in ("kvtune_retentions_total", _RETAINED_TOKENS))
+    counts = sum((_bucket_counts(series, "kvtune_retention_age_seconds_bucket", end=end) for end in _RETURNED),
+                 np.zeros(len(GAP_SECONDS) + 1))  # fmt: skip
+    edges = np.asarray(GAP_SECONDS, dtype=np.float64)
+    below = int(np.searchsorted(edges, ttl_s))
+    if below < len(edges):
+        edges = np.append(edges[:below], ttl_s)
+    curve, exposure = survival(edges, counts[: len(edges)], started.exposed)
+    ends = (series.increase("kvtune_retentions_total") or 0.0) / window
+    rate = (series.increase(_RETAINED_TOKENS) or 0.0) / window
+    held = series.named("kvtune_retained_requests")
+    times = np.unique(np.concatenate([s.times for s in held])) if held else np.zeros(0)
+    return _Turns(
+        GapCurves(curve, curve, curve, float(counts.sum()), exposure), tokens, started.before, ends, rate,
+        rate * rate / ends * stock.spread(series, decode) if ends > 0 else 0.0,
+        float(summed(held, times).max(initial=0.0)), None,
+        lambda usable_s: rate * window * (1.0 - float(curve.at(np.array([usable_s]))[0])),
+    )  # fmt: skip
+
+
+def _bucket_counts(series: SeriesSet, name: str, end: str | None = None) -> Floats:
     """Increments of each bucket alone, shape (edges + 1,). Buckets of another layout are put where they fit."""
     edges = (*GAP_SECONDS, math.inf)
     upto = np.zeros(len(edges))
-    for one in series.named(name):
+    for one in series.named(name, lambda s: end in (None, s.label("end"))):
         try:
             edge = float(one.label("le") or "nan")
         except ValueError:
@@ -437,17 +534,8 @@ def _bucket_counts(series: SeriesSet, name: str) -> Floats:
     return np.asarray(np.maximum(0.0, np.diff(np.concatenate(([0.0], upto)))), dtype=np.float64)
 
 
-def _summed(series: list[Series], times: Floats) -> Floats:
-    """Sum of gauges at `times`, each held until its next sample, and not counted outside what was scraped of it."""
-    total = np.zeros_like(times)
-    for one in series:
-        index = np.searchsorted(one.times, times, side="right") - 1
-        total += np.where(index >= 0, one.values[np.maximum(index, 0)], 0.0)
-    return total
-
-
 def _kappa(
-    series: SeriesSet, pools: _Pools, curve: Survival, ended: _Ended, ttl_s: float
+    series: SeriesSet, pools: _Pools, curve: Survival, ended: Ended, ttl_s: float
 ) -> tuple[float | None, float | None, float | None]:
     """Observed over predicted retained tokens of all decode engines, with both means; None where not comparable."""
     gauges = [s for s in series.named("kvtune_retained_tokens") if s.target in pools.targets]
@@ -456,7 +544,7 @@ def _kappa(
     first = max(float(s.times[0]) for s in gauges)
     times = np.unique(np.concatenate([s.times for s in gauges]))
     times = times[times >= first]
-    observed = float(_summed(gauges, times).mean())
+    observed = float(summed(gauges, times).mean())
     predicted = float(mean_held(curve, ended.by, times, ttl_s).mean())
     pool = sum(pools.tokens.values())
     if not predicted > MIN_PREDICTED_SHARE * pool or observed <= 0:
@@ -471,8 +559,11 @@ class _Usage:
     active_variance: float
 
 
-def _usage(series: SeriesSet, roles: dict[str, str], pools: _Pools) -> _Usage:
-    """Usage of the fullest decode engine, and what requests in progress hold on the busiest one."""
+def _usage(series: SeriesSet, roles: dict[str, str], pools: _Pools, labelled: set[str]) -> _Usage:
+    """Usage of the fullest decode engine, and what requests in progress hold on the busiest one.
+
+    A stock engine does not tell what it retains: there, running requests and their mean length stand in.
+    """
     by_target: dict[str, list[Series]] = {}
     for one in series.named("vllm:kv_cache_usage_perc"):
         if roles.get(one.target) == Role.DECODE:
@@ -483,11 +574,16 @@ def _usage(series: SeriesSet, roles: dict[str, str], pools: _Pools) -> _Usage:
         pool = pools.tokens.get(target)
         if pool is None:
             continue
-        retained = [s for s in series.named("kvtune_retained_tokens") if s.target == target]
         times = ranks[0].times
+        if target not in labelled:
+            busy = stock.active(series, target, times, stock.mean_tokens(series, set(by_target)))
+            if busy is not None:
+                active.append(busy)
+            continue
+        retained = [s for s in series.named("kvtune_retained_tokens") if s.target == target]
         # data-parallel ranks of one target have a series and an equal share of the pool each
         used = sum((np.interp(times, one.times, one.values) for one in ranks), np.zeros_like(times)) / len(ranks)
-        active.append(np.maximum(0.0, used * pool - _summed(retained, times)))
+        active.append(np.maximum(0.0, used * pool - summed(retained, times)))
     if not active:
         return _Usage(max(p99, default=None), None, 0.0)
     means = [float(a.mean()) for a in active]
@@ -521,27 +617,19 @@ def _starved(series: SeriesSet, roles: dict[str, str], pools: _Pools, mean_token
     return preempted > 0 or (total > 0 and short > max(1.0, 0.01 * total)), preempted
 
 
-def _seen_by(counter: Series, times: Floats) -> Floats:
-    """The unwrapped counter as last scraped by `times`: an observation is in one stretch, never divided between two."""
-    index = np.searchsorted(counter.times, times, side="right") - 1
-    return counter.unwrapped()[np.maximum(index, 0)]
-
-
 def _points(series: SeriesSet, path: Path, start: float, end: float) -> tuple[CostPoint, ...]:
     """Mean costs by size class and stretch of the window, summed over engines first so that replicas add up."""
-    n_scrapes = max((len(t) for t in series.scrapes.values()), default=2)
-    cuts = np.linspace(start, end, max(2, min(MAX_STRETCHES + 1, n_scrapes)))
+    cuts = stretches(start, end, max((len(t) for t in series.scrapes.values()), default=2))
 
-    def steps(name: str, size: str) -> Floats:
-        found = series.named(name, path=path.value, size=size)
-        return np.asarray(sum((np.diff(_seen_by(s, cuts)) for s in found), np.zeros(len(cuts) - 1)), dtype=np.float64)
+    def of(name: str, size: str) -> Floats:
+        return steps(series.named(name, path=path.value, size=size), cuts)
 
     points = []
     for size in (*map(str, SIZE_EDGES), "inf"):
-        count = steps("kvtune_path_observations_total", size)
+        count = of("kvtune_path_observations_total", size)
         if not count.any():
             continue
-        tokens, seconds = steps("kvtune_path_tokens_total", size), steps("kvtune_path_seconds_total", size)
+        tokens, seconds = of("kvtune_path_tokens_total", size), of("kvtune_path_seconds_total", size)
         for stretch in np.flatnonzero(count > 0.5):
             mean = float(tokens[stretch] / count[stretch])
             cost = float(seconds[stretch] / count[stretch])
@@ -576,11 +664,10 @@ def _below(series: SeriesSet, current: float) -> threshold.Sizes | None:
     return threshold.Sizes(low, max(current, mean), mean, count)
 
 
-def _useful(series: SeriesSet, usable_s: float) -> tuple[float, bool]:
+def _useful(series: SeriesSet, turns: _Turns, usable_s: float) -> tuple[float, bool]:
     """Share of the tokens of in-time returns that was really fetched: the rest P held itself, or could not use."""
     fetched = series.increase("kvtune_decision_tokens_total", decision=Decision.FETCH.value)
-    counts = _bucket_counts(series, "kvtune_turn_gap_tokens_bucket")
-    in_time = float(counts[:-1][np.asarray(GAP_SECONDS) <= usable_s].sum())
+    in_time = turns.in_time_tokens(usable_s)
     if fetched is None or in_time <= 0 or fetched <= 0:
         return 1.0, False
     return min(1.0, fetched / in_time), True
@@ -612,6 +699,25 @@ def _interval(series: SeriesSet) -> float | None:
     return max(steps) if steps else None
 
 
+def _holes(series: SeriesSet, start: float, end: float) -> dict[str, float]:
+    """Targets that were not scraped for more than five of their own intervals (and 30 s), and for how long (s)."""
+    found = {}
+    for target, times in sorted(series.scrapes.items()):
+        between = np.diff(times)
+        usual = float(np.median(between)) if len(between) else end - start
+        longest = max(float(times[0]) - start, end - float(times[-1]), float(between.max(initial=0.0)))
+        if longest > max(5 * usual, 30.0) or (not len(between) and end > start):
+            found[target] = longest
+    return found
+
+
+def _models(series: SeriesSet, roles: dict[str, str]) -> list[str]:
+    """Models that the engines of the deployment serve."""
+    named = [*series.named("kvtune_connector_setting")]
+    named += [s for name in ("vllm:request_success_total", "vllm:kv_cache_usage_perc") for s in series.named(name)]
+    return sorted({m for s in named if s.target in roles and (m := s.label("model_name"))})
+
+
 def _restarts(series: SeriesSet) -> dict[str, int]:
     """Restarts by target: times at which any of its counters went backwards."""
     times: dict[str, set[float]] = {}
@@ -632,11 +738,15 @@ def _setting_checks(
             f"the router asks decode to retain each turn for {digits(asked.seconds)} s (--retain): "
             f"{digits(ttl_now.value)} s is in force",
         ))  # fmt: skip
-    for name, setting, unit in ((ttl.SETTING, ttl_now, " s"), (threshold.SETTING, tau, " tokens")):
+    for name, setting, unit, flag in (
+        (ttl.SETTING, ttl_now, " s", "--current-ttl"),
+        (threshold.SETTING, tau, " tokens", "--current-threshold"),
+    ):
         if setting.assumed:
             checks.append(Check(
                 "assumed_setting", "warning",
-                f"{name} is not exposed; vLLM's default {digits(setting.value)}{unit} is assumed",
+                f"{name} is not exposed; vLLM's default {digits(setting.value)}{unit} is assumed; "
+                f"state what is in force ({flag})",
             ))  # fmt: skip
         elif len(setting.values) > 1:
             listed = ", ".join(digits(v) for v in setting.values)
@@ -690,16 +800,57 @@ def _setting_checks(
     return checks
 
 
-def _target_checks(series: SeriesSet, routers: list[str], roles: dict[str, str], pools: _Pools) -> list[Check]:
+def _statement_checks(series: SeriesSet, stated: stock.Stated) -> list[Check]:
+    """What engines say themselves is believed, whatever is stated."""
     checks = []
-    if not routers:
+    for name, value in ((ttl.SETTING, stated.ttl_s), (threshold.SETTING, stated.threshold)):
+        exposed = {float(s.values[-1]) for s in series.named("kvtune_connector_setting", setting=name)}
+        if value is not None and exposed and value not in exposed:
+            checks.append(Check(
+                "stated_differs", "warning",
+                f"{name} is stated to be {digits(value)}, but engines say {', '.join(map(digits, sorted(exposed)))}",
+            ))  # fmt: skip
+    return checks
+
+
+def _mode_checks(
+    series: SeriesSet, mode: Mode, labelled: dict[str, str], roles: dict[str, str], bounds: stock.StockInputs | None
+) -> list[Check]:
+    """Which series are missing, and what is not known for want of them."""
+    checks = []
+    if bounds is not None:
+        checks += [Check(*one) for one in stock.checks(bounds)]
+    elif mode is Mode.ENGINES:
         checks.append(Check(
-            "no_router", "error", "no router series (kvtune_turns_total): pauses between turns are not known",
+            "no_router", "warning",
+            "no router series (kvtune_turns_total, kvtune_turn_gap_seconds, kvtune_turn_ends_total): pauses are the "
+            "ages at which decode's retentions were read; returns after the TTL, outcomes and TTFT are not known",
         ))  # fmt: skip
+    guessed = sorted(set(roles) - set(labelled))
+    if guessed and mode is not Mode.STOCK:
+        checks.append(Check(
+            "stock_engines", "warning",
+            f"without kvtune's connector (no kvtune_connector_setting): {', '.join(guessed)}; kvtune's router hands "
+            "over no reference that such an engine made, so what it retains serves nobody"
+            if mode in (Mode.KVTUNE, Mode.ROUTER)
+            else f"without kvtune's connector (no kvtune_connector_setting): {', '.join(guessed)}",
+        ))  # fmt: skip
+    unknown = sorted((set(stock.engines(series)) & stock.with_nixl(series)) - set(roles))
+    if unknown:
+        checks.append(Check(
+            "role_unknown", "warning",
+            f"prefill or decode? {', '.join(unknown)} was left out; say which it is (--role)",
+        ))  # fmt: skip
+    return checks
+
+
+def _target_checks(series: SeriesSet, mode: Mode, roles: dict[str, str], pools: _Pools) -> list[Check]:
+    checks = []
+    connector = "" if mode is Mode.STOCK else " with the kvtune connector"
     for role in (Role.PREFILL, Role.DECODE):
         if role not in roles.values():
             checks.append(Check(
-                f"no_{role.value}", "error", f"no {role.value} engine with the kvtune connector among the targets",
+                f"no_{role.value}", "error", f"no {role.value} engine{connector} among the targets",
             ))  # fmt: skip
     for target in pools.targets:
         if target not in pools.tokens:
@@ -712,16 +863,27 @@ def _target_checks(series: SeriesSet, routers: list[str], roles: dict[str, str],
                 f"decode engines take {100 * least:.0f} to {100 * most:.0f} % of retention; "
                 "the advice is for the tightest",
             ))  # fmt: skip
-    models = {m for s in series.named("kvtune_connector_setting") if (m := s.label("model_name"))}
+    models = _models(series, roles)
     if len(models) > 1:
         checks.append(Check(
             "mixed_models", "warning",
-            f"several models in the sources ({', '.join(sorted(models))}): ask for each alone",
+            f"several models in the sources ({', '.join(models)}): ask for each alone",
         ))  # fmt: skip
+    connectors = {v for s in series.named("kvtune_connector_build_info") if (v := s.label("version"))}
+    fields: dict[str, set[str]] = {}
+    for info in series.named("vllm:cache_config_info"):
+        fields.setdefault(info.target, set()).update(name for name in _VERSIONED if info.label(name) is not None)
+    if len(connectors) > 1 or len({frozenset(of) for target, of in fields.items() if target in roles}) > 1:
+        of = f"of kvtune's connector ({', '.join(sorted(connectors))})" if len(connectors) > 1 else "of vLLM"
+        checks.append(Check("mixed_versions", "warning", f"the engines run different versions {of}"))
     return checks
 
 
-def _event_checks(series: SeriesSet, restarts: dict[str, int], start: float, end: float) -> list[Check]:
+_VERSIONED = ("effective_attention_block_size", "kv_cache_size_tokens", "kv_cache_max_concurrency", "hash_block_size")
+"""Fields of `vllm:cache_config_info` that came with later versions; no series states vLLM's version itself."""
+
+
+def _event_checks(series: SeriesSet, restarts: dict[str, int], holes: dict[str, float]) -> list[Check]:
     checks = []
     if restarts:
         listed = ", ".join(f"{target} ({count})" for target, count in restarts.items())
@@ -746,12 +908,8 @@ def _event_checks(series: SeriesSet, restarts: dict[str, int], start: float, end
         checks.append(Check("failed_reads", "warning", f"{failed:.0f} reads of KV failed and were computed instead"))
     if series.not_finite:
         checks.append(Check("not_finite", "warning", f"{series.not_finite} NaN or infinite values were ignored"))
-    interval = _interval(series)
-    for target, times in sorted(series.scrapes.items()):
-        longest = float(np.max(np.diff(times))) if len(times) > 1 else end - start
-        missing = max(float(times[0]) - start, end - float(times[-1]), longest)
-        if interval and missing > max(5 * interval, 30.0):
-            checks.append(Check("scrape_gap", "warning", f"{target}: no scrape for {missing:.0f} s inside the window"))
+    for target, longest in holes.items():
+        checks.append(Check("scrape_gaps", "warning", f"{target}: no scrape for {longest:.0f} s inside the window"))
     checks.extend(Check("source", "info", note) for note in series.notes)
     checks.append(Check(
         "failure_policy", "info",

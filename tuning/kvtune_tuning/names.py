@@ -25,19 +25,36 @@ CATALOGUED = (
     "kvtune_kv_reads_declined_total",
     "kvtune_kv_reads_failed_total",
     "kvtune_kv_late_notifications_total",
+    "kvtune_retentions_total",
     "kvtune_retention_tokens_total",
+    "kvtune_retention_age_seconds_bucket",
     "kvtune_retained_tokens",
     "kvtune_retained_requests",
     "kvtune_connector_setting",
+    "kvtune_connector_build_info",
 )
 """Sample names of kvtune's own series."""
 
 VLLM = (
     "vllm:kv_cache_usage_perc",
+    "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "vllm:num_preemptions_total",
     "vllm:cache_config_info",
+    "vllm:request_success_total",
+    "vllm:prompt_tokens_total",
+    "vllm:prompt_tokens_by_source_total",
+    "vllm:generation_tokens_total",
+    "vllm:request_prompt_tokens_bucket",
+    "vllm:request_prefill_time_seconds_sum",
+    "vllm:request_prefill_time_seconds_count",
+    "vllm:nixl_xfer_time_seconds_sum",
+    "vllm:nixl_xfer_time_seconds_count",
+    "vllm:nixl_bytes_transferred_sum",
+    "vllm:nixl_num_kv_expired_reqs_total",
+    "vllm:nixl_num_failed_transfers_total",
+    "vllm:nixl_num_notifications_after_expiry_total",
 )
-"""vLLM's own; `kv_cache_usage_perc` is a fraction, not per cent."""
+"""vLLM's own, as of 0.32; `kv_cache_usage_perc` is a fraction, not per cent. NIXL's count once a rank."""
 
 NEEDED: frozenset[str] = frozenset(CATALOGUED + VLLM)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from kvtune_telemetry.clock import Clock
+from kvtune_tuning.access import Access
 from kvtune_tuning.errors import TuningError, UsageError
 from kvtune_tuning.exposition import check_known
 
@@ -45,7 +46,7 @@ class Recording:
 
 def without_secrets(url: str) -> str:
     """The address without `user:password@`, for messages and documents."""
-    return re.sub(r"//[^/@\s]*@", "//", url)
+    return re.sub(r"(^|//)[^/?#\s]*@", r"\1", url)
 
 
 def normalise(url: str) -> str:
@@ -127,12 +128,15 @@ class SnapshotWriter:
 
 
 @contextlib.asynccontextmanager
-async def http_fetch(timeout_s: float = SCRAPE_TIMEOUT_S) -> AsyncIterator[Fetch]:
-    """A fetch function over one HTTP client; it raises TuningError (`unreachable`, `http_status`)."""
+async def http_fetch(urls: Sequence[str] = (), access: Access | None = None) -> AsyncIterator[Fetch]:
+    """A fetch function over one HTTP client for `urls`; it raises TuningError (`unreachable`, `http_status`)."""
     import httpx
 
+    access = access or Access()
+    options = access.client_options(urls, SCRAPE_TIMEOUT_S)
     client: httpx.AsyncClient
-    async with httpx.AsyncClient(timeout=timeout_s, follow_redirects=True) as client:
+    # A redirect would carry headers, which may be secrets, to wherever it likes.
+    async with httpx.AsyncClient(follow_redirects=not access.headers, **options) as client:
 
         async def fetch(url: str) -> str:
             try:
@@ -147,7 +151,9 @@ async def http_fetch(timeout_s: float = SCRAPE_TIMEOUT_S) -> AsyncIterator[Fetch
                 raise TuningError(
                     "http_status",
                     f"{without_secrets(url)}: HTTP {answer.status_code}",
-                    "Check the address; metrics are usually at /metrics.",
+                    access.login_hint()
+                    if answer.status_code in (401, 403)
+                    else "Check the address; metrics are usually at /metrics.",
                 )
             return answer.text
 

@@ -17,6 +17,12 @@ _STYLE = {
 }
 _LEVEL = {"ok": "green", "info": "dim", "warning": "yellow", "error": "bold red"}
 _MARK = {"ok": "ok", "info": "note", "warning": "warn", "error": "ERROR"}
+_MODE = {
+    "kvtune": "series of kvtune's router and of its connector on the engines",
+    "router": "series of kvtune's router; no engine with kvtune's connector",
+    "engines": "series of kvtune's connector; no kvtune router, so no pauses longer than the TTL",
+    "stock": "vLLM's own series only; no kvtune router, no kvtune connector: bounds, not figures",
+}
 _APART = 0.1
 """Differences of this share of the pool are worth a word."""
 
@@ -64,11 +70,24 @@ def _report(console: Any, document: dict[str, Any]) -> None:
     ))  # fmt: skip
     several = "" if facts["decode_engines"] < 2 else " on the tightest" if facts["pools_differ"] else " each"
     pool = "not known" if facts["pool_tokens"] is None else f"{_tokens(facts['pool_tokens'])} tokens{several}"
+    console.print(Text(f"mode {facts['mode']}: {_MODE[facts['mode']]}"))
+    bounds = facts["stock"]
+    seen = [f"{facts['turns']:.0f} turns"]
+    if facts["conversations"] is not None:
+        seen.append(f"{'at least ' if facts['mode'] == 'engines' else ''}{facts['conversations']:.0f} conversations")
+    if facts["gaps"] is not None:
+        seen.append(f"{facts['gaps']:.0f} pauses")
     console.print(Text(
-        f"{facts['turns']:.0f} turns, {facts['conversations']:.0f} conversations, {facts['gaps']:.0f} pauses; "
+        f"{', '.join(seen)}; "
         f"{facts['turn_ends_per_s']:.3g} turns/s on {facts['decode_engines']} decode engine(s), "
         f"pool {pool}, measured P99 usage {_percent(facts['kv_usage_p99'])}"
     ))  # fmt: skip
+    if bounds is not None:
+        console.print(Text(
+            f"retentions that lapsed unread {_percents(bounds['lapsed_share_bounds'])}, prefill requests that read "
+            f"back {_percents(bounds['read_share'])}, tokens they took from decode "
+            f"{_percent(bounds['read_token_share'])}; tensor parallel {bounds['ranks']['lapses'] or 'not known'}"
+        ))  # fmt: skip
     for one in document["recommendations"]:
         console.print()
         assumed = " (assumed)" if one["current_assumed"] else ""
@@ -185,6 +204,14 @@ def _g(value: float | None) -> str:
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _percents(pair: list[float] | None) -> str:
+    """Bounds of a share."""
+    if pair is None:
+        return "-"
+    low, high = (100 * one for one in pair)
+    return f"{high:.1f} %" if high - low < 0.1 else f"{low:.1f} to {high:.1f} %"
 
 
 def _ms(seconds: float | None) -> str:

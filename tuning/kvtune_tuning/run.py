@@ -9,13 +9,14 @@ import math
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from kvtune_telemetry.clock import Clock, SystemClock
-from kvtune_tuning.errors import TuningError, UsageError
+from kvtune_tuning.access import Access
+from kvtune_tuning.errors import NOT_ENOUGH_DATA, TuningError, UsageError
 
 DEFAULT_WINDOW_S = 3600.0
 """Window asked of Prometheus."""
@@ -95,15 +96,22 @@ def run_suggest(
     interval: str | None = None,
     duration: str | None = None,
     samples: Path | None = None,
+    access: Access | None = None,
+    timeout: str | None = None,
+    matchers: Sequence[str] = (),
+    replica_labels: Sequence[str] = (),
+    max_points: int | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
     clock: Clock | None = None,
 ) -> int:
     """Run `kvtune suggest`; returns its exit code. Prints the document, also of a failure, whose message is on stderr.
 
-    `interval` and `duration` are of live scrapes: 5 s and 60 s by default.
+    `interval` and `duration` are of live scrapes: 5 s and 60 s by default. `matchers`, `replica_labels` and
+    `max_points` (of one series in one query) are for Prometheus, `access` for both.
     """
     from kvtune_tuning import document as documents
+    from kvtune_tuning.api import suggest_series
     from kvtune_tuning.recording import without_secrets
 
     out, err = stdout or sys.stdout, stderr or sys.stderr
@@ -130,62 +138,93 @@ def run_suggest(
                 f"{' and '.join(timing)} with {given[0]}",
                 "They are for live scrapes (--scrape); give --window to use only the last part of what there is.",
             )
+        access = replace(access or Access(), timeout_s=seconds(timeout, "--timeout") if timeout else None)
+        _no_misfits(given[0], access, matchers, replica_labels, max_points)
         window_s = seconds(window, "--window") if window else None
         every_s, total_s = _rhythm(interval, duration, DEFAULT_INTERVAL_S, DEFAULT_DURATION_S)
         if prometheus:
-            source = {"kind": "prometheus", "where": [without_secrets(prometheus)]}
+            source = {"kind": "prometheus", "where": [without_secrets(prometheus).partition("?")[0]]}
         elif scrape:
             source = {"kind": "scrape", "where": [without_secrets(url) for url in scrape]}
         else:
             source = {"kind": "snapshot", "where": [str(snapshot)]}
         assert total_s is not None
-        report = _suggest(
-            source, prometheus, scrape, snapshot, window_s, explain, every_s, total_s, err, clock, samples
-        )
+        queries: list[str] = []
+        if prometheus:
+            series, queries = _read_prometheus(
+                prometheus, window_s or DEFAULT_WINDOW_S, access, matchers, replica_labels, max_points, err, clock
+            )
+            window_s = None
+        elif scrape:
+            series = asyncio.run(_scrape(scrape, every_s, total_s, access, err, clock or SystemClock()))
+        else:
+            from kvtune_tuning.sources import read_snapshots
+
+            assert snapshot is not None
+            series = read_snapshots(snapshot)
+        if samples is not None:
+            from kvtune_tuning.frames import write_samples
+
+            print(f"wrote {write_samples(series, samples)} samples to {samples}", file=err)
+        report = suggest_series(series, source, window_s=window_s, explain=explain, queries=queries)
         code = documents.exit_code(report, signal_change=exit_code)
     except TuningError as error:
         report = documents.failed(error, source)
-        code = 2 if isinstance(error, UsageError) else 1
+        code = 2 if isinstance(error, UsageError) else 3 if error.code in NOT_ENOUGH_DATA else 1
         _tell(error, err)
     _print(report, output, out)
     return code
 
 
-def _suggest(
-    source: dict[str, Any],
-    prometheus: str | None,
-    scrape: Sequence[str],
-    snapshot: str | Path | None,
-    window_s: float | None,
-    explain: bool,
-    interval_s: float,
-    duration_s: float,
+def _no_misfits(
+    source: str, access: Access, matchers: Sequence[str], replica_labels: Sequence[str], max_points: int | None
+) -> None:
+    """Refuse options that say nothing about the source. Raises UsageError."""
+    own = {"--matcher": matchers, "--replica-label": replica_labels, "--max-points": max_points is not None}
+    only = [name for name, value in own.items() if value]
+    if only and source != "--prometheus":
+        raise UsageError(
+            "only_for_prometheus", f"{' and '.join(only)} with {source}", "They say what to read from --prometheus URL."
+        )
+    if source == "--snapshot" and access.given():
+        raise UsageError(
+            "only_for_servers", f"{' and '.join(access.given())} with {source}", "A directory asks for no log-in."
+        )
+
+
+def _read_prometheus(
+    url: str,
+    window_s: float,
+    access: Access,
+    matchers: Sequence[str],
+    replica_labels: Sequence[str],
+    max_points: int | None,
     err: TextIO,
     clock: Clock | None,
-    samples: Path | None,
-) -> dict[str, Any]:
-    from kvtune_tuning import sources
-    from kvtune_tuning.api import suggest_series
+) -> tuple[Any, list[str]]:
+    from kvtune_tuning.prometheus import MAX_POINTS, query_prometheus
 
-    queries: list[str] = []
-    if prometheus:
-        now = clock.unix() if clock is not None else time.time()
-        series, queries = sources.query_prometheus(prometheus, window_s=window_s or DEFAULT_WINDOW_S, end_unix_s=now)
-        window_s = None
-    elif scrape:
-        series = asyncio.run(_scrape(scrape, interval_s, duration_s, err, clock or SystemClock()))
-    else:
-        assert snapshot is not None
-        series = sources.read_snapshots(snapshot)
-    if samples is not None:
-        from kvtune_tuning.frames import write_samples
+    if max_points is not None and max_points < 2:
+        raise UsageError("bad_max_points", f"--max-points {max_points}: too few", "Give 100 or more.")
+    tty = err.isatty()
 
-        rows = write_samples(series, samples)
-        print(f"wrote {rows} samples to {samples}", file=err)
-    return suggest_series(series, source, window_s=window_s, explain=explain, queries=queries)
+    def progress(points: int) -> None:
+        print(f"\rreading: {points:,} points", end="", file=err, flush=True)
+
+    try:
+        return query_prometheus(
+            url, window_s=window_s, end_unix_s=clock.unix() if clock is not None else None, access=access,
+            matchers=matchers, replica_labels=replica_labels, max_points=max_points or MAX_POINTS,
+            progress=progress if tty else None,
+        )  # fmt: skip
+    finally:
+        if tty:
+            print(file=err)
 
 
-async def _scrape(urls: Sequence[str], interval_s: float, duration_s: float, err: TextIO, clock: Clock) -> Any:
+async def _scrape(
+    urls: Sequence[str], interval_s: float, duration_s: float, access: Access, err: TextIO, clock: Clock
+) -> Any:
     from kvtune_tuning import sources
 
     stop = asyncio.Event()
@@ -202,8 +241,9 @@ async def _scrape(urls: Sequence[str], interval_s: float, duration_s: float, err
         print(f"scraping {len(urls)} target(s) for {duration_s:g} s, every {interval_s:g} s", file=err)
     with _stop_on_signals(asyncio.get_running_loop(), stop):
         series = await sources.scrape_live(
-            urls, clock, interval_s=interval_s, duration_s=duration_s, stop=stop, complain=complain, progress=progress
-        )
+            urls, clock, interval_s=interval_s, duration_s=duration_s, stop=stop, access=access, complain=complain,
+            progress=progress,
+        )  # fmt: skip
     if tty:
         print(file=err)
     return series

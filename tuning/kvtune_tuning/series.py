@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Labels = frozenset[tuple[str, str]]
+COUNTER_SUFFIXES = ("_total", "_bucket", "_count", "_sum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +129,29 @@ class Collector:
     def _series(self, scrapes: dict[str, Floats]) -> Iterator[Series]:
         for (name, labels, target), (raw_times, raw_values) in self._points.items():
             times, values = np.asarray(raw_times, dtype=np.float64), np.asarray(raw_values, dtype=np.float64)
-            order = np.argsort(times, kind="stable")
-            times, values = times[order], values[order]
-            first = np.concatenate((times[1:] != times[:-1], [True]))  # of equal times the last wins
-            times, values = times[first], values[first]
-            before = scrapes[target][scrapes[target] < times[0]]
-            if len(before) and name.endswith(("_total", "_bucket", "_count", "_sum")):
-                times = np.concatenate((before[-1:], times))
-                values = np.concatenate(([0.0], values))
+            times, values = in_order(times, values)
+            if name.endswith(COUNTER_SUFFIXES):
+                times, values = from_birth(times, values, scrapes[target])
             yield Series(name, labels, target, times, values)
+
+
+def in_order(times: Floats, values: Floats) -> tuple[Floats, Floats]:
+    """The same samples by ascending time; of equal times the last wins."""
+    order = np.argsort(times, kind="stable")
+    times, values = times[order], values[order]
+    keep = np.concatenate((times[1:] != times[:-1], [True]))
+    return times[keep], values[keep]
+
+
+def from_birth(times: Floats, values: Floats, scrapes: Floats, began_s: float | None = None) -> tuple[Floats, Floats]:
+    """A counter with the zero it began from, where that is known.
+
+    One whose target was scraped before without it began at zero at the last such scrape. One that comes with its
+    target began at zero with the target's process (`began_s`, Unix s; None where that was before the window, or is not
+    known). Any other has a history that nobody saw: it counts from its first sample.
+    """
+    before = scrapes[: np.searchsorted(scrapes, times[0])]
+    zero = float(before[-1]) if len(before) else began_s
+    if zero is None or zero >= times[0]:
+        return times, values
+    return np.concatenate(([zero], times)), np.concatenate(([0.0], values))

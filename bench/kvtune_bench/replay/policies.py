@@ -103,7 +103,7 @@ def suggestion(
     observed = ObservedDeployment(deployment, before, memory, stock=stock, ranks=ranks)
     Replay(plans, deployment, before, load, observer=observed, tick_s=TICK_S).run()
     try:
-        document = suggest_series(memory.series(), {"kind": "replay", "where": []})
+        document = suggest_series(memory.series(), {"kind": "replay", "where": []}, explain=True)
     except TuningError as error:
         return before, {"error": error.as_dict()}
     told = {one["setting"]: one for one in document["recommendations"]}

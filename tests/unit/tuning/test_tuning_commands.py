@@ -19,6 +19,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from kvtune_cli.panels import Panels
 from kvtune_cli.record import record
 from kvtune_cli.suggest import suggest
 from kvtune_tuning.document import schema
@@ -64,7 +65,9 @@ def target() -> Iterator[str]:
             Page.count += 1
             body = f'kvtune_turns_total{{outcome="hit"}} {Page.count}\nkvtune_turn_ends_total {Page.count}\n'.encode()
             body = PAGES.get(self.path, body)
-            self.send_response(404 if self.path == "/nothing" else 200)
+            allowed = self.headers["authorization"] == "Bearer hunter2" and self.headers["x-tenant"] == "a"
+            denied = self.path == "/private" and not allowed
+            self.send_response(404 if self.path == "/nothing" else 401 if denied else 200)
             self.end_headers()
             self.wfile.write(body)
 
@@ -132,6 +135,17 @@ def test_exit_code_3_when_nothing_can_be_said(snapshots: Snapshots) -> None:
         (("--prometheus", "h:1", "--duration", "1h", "--interval", "1m"), 2, "only_for_scrape"),
         (("--scrape", "h:1", "--duration", "1s", "--interval", "2s"), 2, "interval_too_long"),
         (("--scrape", "h:1", "--interval", "2m"), 2, "interval_too_long"),
+        (("--scrape", "h:1", "--matcher", 'a="b"'), 2, "only_for_prometheus"),
+        (("--snapshot", "x", "--replica-label", "r", "--max-points", "9"), 2, "only_for_prometheus"),
+        (("--snapshot", "x", "--header", "a: b"), 2, "only_for_servers"),
+        (("--snapshot", "x", "--timeout", "5s"), 2, "only_for_servers"),
+        (("--prometheus", "h:1", "--timeout", "soon"), 2, "bad_duration"),
+        (("--prometheus", "h:1", "--max-points", "1"), 2, "bad_max_points"),
+        (("--prometheus", "h:1", "--matcher", "cluster=a"), 2, "bad_matcher"),
+        (("--prometheus", "h:1", "--header", "token"), 2, "bad_header"),
+        (("--scrape", "h:1", "--header", "token"), 2, "bad_header"),
+        (("--scrape", "h:1", "--bearer-token-file", "/nonexistent"), 2, "bad_file"),
+        (("--prometheus", "https://h:1", "--client-key", "/nonexistent"), 2, "contradiction"),
     ],
 )
 def test_failures_are_json_too(arguments: tuple[str, ...], code: int, error: str) -> None:
@@ -160,6 +174,53 @@ def test_secrets_in_addresses_are_not_printed() -> None:
     assert "hunter2" not in out + err
     _, out, err = run("suggest", "--scrape", "http://me:hunter2@127.0.0.1:1", "--format", "json")
     assert "hunter2" not in out + err
+
+
+def test_what_logs_in_is_sent_to_targets_too(target: str, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("hunter2")
+    login = ("--bearer-token-file", str(tmp_path / "token"), "--header", "X-Tenant: a")
+    timing = ("--interval", "100ms", "--duration", "200ms")
+    code, out, err = run("suggest", "--scrape", f"{target}/private", *timing, *login)
+    assert code == 3 and "hunter2" not in out + err
+    code, _, err = run("suggest", "--scrape", f"{target}/private", *timing)
+    assert code == 1 and told(err)[0].endswith("HTTP 401") and "--bearer-token-file" in told(err)[1]
+    code, _, err = run("suggest", "--scrape", f"me:hunter2@{target}/private", *timing)
+    assert code == 1 and "hunter2" not in err
+    assert run("suggest", "--scrape", f"me:hunter2@{target}", *timing, *login)[0] == 2
+
+
+def test_an_address_in_the_environment_is_read_where_no_other_source_is_given(
+    pressed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTUNE_PROMETHEUS_URL", "http://me:p@ss@127.0.0.1:1/x?token=hunter2")
+    code, out, err = run("suggest", "--format", "json")
+    document = json.loads(out)
+    assert code == 1 and document["error"]["code"] == "unreachable"
+    assert document["source"] == {"kind": "prometheus", "where": ["http://127.0.0.1:1/x"]}
+    assert "hunter2" not in out + err and "ss@" not in out + err
+    assert run("suggest", "--snapshot", pressed)[0] == 0
+
+
+def test_nothing_to_read_is_too_little_data_and_no_failure(tmp_path: Path) -> None:
+    for ms in (1000, 2000):
+        (tmp_path / f"{ms}-x.prom").write_text("up 1\n")
+    code, out, err = run("suggest", "--snapshot", str(tmp_path), "--format", "json")
+    document = json.loads(out)
+    jsonschema.validate(document, schema())
+    assert (code, document["error"]["code"]) == (3, "no_kvtune_series")
+    assert told(err)[0] == f"kvtune: {document['error']['message']}"
+
+
+def test_help_groups_its_options() -> None:
+    grouped = typer.Typer(rich_markup_mode=None)
+    grouped.command(cls=Panels)(suggest)
+    shown = CliRunner().invoke(grouped, ["--help"], env={"COLUMNS": "80"}).stdout
+    titles = [line for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == [
+        "Options:", "Reading Prometheus:", "Access to servers (--prometheus, --scrape):", "Live scrapes:",
+    ]  # fmt: skip
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.index("--samples") < shown.index("--matcher") < shown.index("--ca-file") < shown.index("--interval")
 
 
 def test_live_scrapes_report_progress_on_stderr(target: str) -> None:

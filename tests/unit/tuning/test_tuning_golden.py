@@ -181,9 +181,11 @@ def test_no_traffic_is_insufficient_with_no_date(snapshots: Snapshots) -> None:
     assert "insufficient" in render_table(document).lower()
 
 
-def test_without_the_router_there_is_no_ttl(snapshots: Snapshots) -> None:
+def test_without_the_router_the_ages_of_retentions_tell_the_pauses(snapshots: Snapshots) -> None:
     document = advice(snapshots(**PRESSED, expose_router=False))
-    assert ttl(document)["reason_code"] == "missing_series" and "no_router" in codes(document)
+    assert document["evidence"]["mode"] == "engines" and "no_router" in codes(document)
+    assert ttl(document)["status"] == "change" and ttl(document)["reason_code"] == "pool_pressure"
+    assert "mode engines" in heading(document) and "at least" in heading(document)
 
 
 def test_the_router_alone_says_nothing_of_decodes_settings(snapshots: Snapshots, tmp_path: Path) -> None:

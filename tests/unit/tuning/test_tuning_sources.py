@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import parse_qs
 
-import httpx
 import jsonschema
 import numpy as np
 import pytest
 
 from kvtune_telemetry.catalogue import BY_NAME
 from kvtune_telemetry.clock import ScaledClock, SystemClock
-from kvtune_tuning.api import suggest_series, suggest_snapshots
+from kvtune_tuning.api import suggest_snapshots
 from kvtune_tuning.document import exit_code, schema
 from kvtune_tuning.errors import TuningError, UsageError
 from kvtune_tuning.exposition import check_known, parse
 from kvtune_tuning.names import CATALOGUED, VLLM
 from kvtune_tuning.recording import SnapshotWriter, names_of, normalise, record, target_name
 from kvtune_tuning.render import render_table
-from kvtune_tuning.sources import _chunks, query_prometheus, read_snapshots, scrape_live
+from kvtune_tuning.sources import read_snapshots, scrape_live
 
 Snapshots = Callable[..., Path]
 PAGE = 'kvtune_turns_total{outcome="first"} 3.0\nkvtune_turn_ends_total 3.0\n'
@@ -45,7 +42,7 @@ def test_needed_samples_are_kept_and_others_skipped() -> None:
     text = (
         "# HELP kvtune_turns_total x\n# TYPE kvtune_turns_total counter\n"
         'kvtune_turns_total{outcome="hit"} 4\n'
-        'vllm:request_success_total{finished_reason="stop, \\"odd\\" } 1"} 9\n'
+        'vllm:lora_requests_info{finished_reason="stop, \\"odd\\" } 1"} 9\n'
         'vllm:kv_cache_usage_perc{engine="0",model_name="a b, {c}"} 0.5 1700000000000\n'
         'kvtune_turn_gap_seconds_bucket{le="+Inf"} 7 # {trace_id="a1"} 0.4 1700000000.5\n'
         "go_goroutines 12\n# EOF\n"
@@ -381,112 +378,3 @@ async def test_live_scrapes_name_the_target_that_exposes_something_else() -> Non
     with pytest.raises(TuningError) as caught:
         await scrape_live(["h:1"], SystemClock(), interval_s=1, duration_s=1, stop=asyncio.Event(), fetch=fetch)
     assert "http://h:1/metrics, line 1" in caught.value.message
-
-
-# --- Prometheus -----------------------------------------------------------------------------------------------------
-
-
-class FakePrometheus:
-    """Answers range queries out of a snapshot directory, as Prometheus would with a scrape each `interval`."""
-
-    def __init__(self, directory: Path) -> None:
-        self.series = read_snapshots(directory)
-        self.asked: list[dict[str, str]] = []
-
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        assert request.url.path == "/prom/api/v1/query_range"
-        form = {k: v[0] for k, v in parse_qs(request.content.decode()).items()}
-        self.asked.append(form)
-        name = form["query"].removeprefix('{__name__="').removesuffix('"}')
-        start, end, step = (float(form[k]) for k in ("start", "end", "step"))
-        assert (end - start) / step < 11_000
-        result = []
-        for one in self.series.named(name):
-            values = []
-            for k in range(int((end - start) / step + 1e-6) + 1):
-                at = start + k * step
-                past = one.times <= at + 1e-6
-                if past.any() and at - one.times[past][-1] < 300:
-                    values.append([at, repr(float(one.values[past][-1]))])
-            if values:
-                metric = {"__name__": name, "job": "kvtune", "instance": one.target, **dict(one.labels)}
-                result.append({"metric": metric, "values": values})
-        data = {"resultType": "matrix", "result": result}
-        return httpx.Response(200, json={"status": "success", "data": data, "infos": ["metric might not be a counter"]})
-
-
-def test_prometheus_gives_the_advice_that_its_snapshots_give(snapshots: Snapshots) -> None:
-    directory = snapshots(pool=1_500_000, interval=120.0)
-    fake = FakePrometheus(directory)
-    end = fake.series.window()[1]
-    with httpx.Client(transport=httpx.MockTransport(fake)) as client:
-        series, queries = query_prometheus(
-            "http://p/prom/", window_s=3600, end_unix_s=end, step_s=60.0, client=client, max_points=25
-        )
-    assert len(fake.asked) == 3 * len(queries), "61 points in ranges of 25"
-    points = sorted(
-        float(a["start"]) + k * 60
-        for a in fake.asked
-        if a["query"] == "kvtune_turns_total"
-        for k in range(round((float(a["end"]) - float(a["start"])) / 60) + 1)
-    )
-    assert len(points) == len(set(points)) == 61, "no point twice at the seams, none left out"
-    document = suggest_series(series, {"kind": "prometheus", "where": ["http://p"]}, queries=queries, explain=True)
-    jsonschema.validate(document, schema())
-    direct = suggest_snapshots(directory)
-    assert document["recommendations"][0]["recommended"] == pytest.approx(
-        direct["recommendations"][0]["recommended"], abs=10
-    )
-    assert document["evidence"]["turns"] == direct["evidence"]["turns"]
-    assert document["evidence"]["targets"]["router"] == ["kvtune/router0"]
-    assert any("might not be a counter" in check["message"] for check in document["checks"])
-    assert "kvtune_turns_total" in document["explain"]["queries"]
-
-
-def test_ranges_cover_the_window_once() -> None:
-    assert _chunks(0, 100, 10, 4) == [(0, 30), (40, 70), (80, 100)]
-    assert _chunks(0, 0, 10, 4) == [(0, 0)]
-
-
-@pytest.mark.parametrize(
-    ("answer", "code", "words"),
-    [
-        (httpx.Response(400, json={"status": "error", "errorType": "bad_data", "error": "boom"}),
-         "prometheus_error", "boom"),
-        (httpx.Response(422, json={"status": "error", "errorType": "execution", "error": "too many samples"}),
-         "prometheus_error", "too many samples"),
-        (httpx.Response(404, text="not here"), "http_status", "404"),
-        (httpx.Response(401, text="no"), "http_status", "401"),
-        (httpx.Response(200, text="<html>"), "bad_answer", "not Prometheus"),
-        (httpx.Response(200, json={"status": "success"}), "bad_answer", "shape"),
-        (httpx.Response(200, json={"status": "success", "data": {"resultType": "vector", "result": []}}),
-         "bad_answer", "shape"),
-        (httpx.Response(200, json={"status": "success", "data": {"resultType": "matrix", "result": [{"metric": 3}]}}),
-         "bad_answer", "shape"),
-        (httpx.Response(200, json={"status": "success", "data": {"resultType": "matrix", "result": []}}),
-         "no_series", "none of the needed"),
-        (httpx.ConnectError("refused"), "unreachable", "refused"),
-        (httpx.ReadTimeout("slow"), "unreachable", "slow"),
-    ],
-)  # fmt: skip
-def test_what_prometheus_says_is_passed_on(answer: httpx.Response | Exception, code: str, words: str) -> None:
-    def handler(request: httpx.Request) -> httpx.Response:
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    with httpx.Client(transport=httpx.MockTransport(handler)) as client, pytest.raises(TuningError) as caught:
-        query_prometheus("http://p", window_s=600, end_unix_s=1e9, client=client)
-    assert caught.value.code == code and words in caught.value.message and caught.value.hint
-
-
-def test_prometheus_values_that_are_no_numbers_are_dropped() -> None:
-    def handler(request: httpx.Request) -> httpx.Response:
-        values = [[1.0, "NaN"], [16.0, "+Inf"], [31.0, "3"]]
-        row = {"metric": {"instance": "a"}, "values": values}
-        return httpx.Response(200, json={"status": "success", "data": {"resultType": "matrix", "result": [row]}})
-
-    with httpx.Client(transport=httpx.MockTransport(handler)) as client:
-        series, _ = query_prometheus("http://p", window_s=60, end_unix_s=60, client=client)
-    assert series.not_finite > 0
-    assert all(math.isfinite(v) for s in series.series for v in s.values)

@@ -1,0 +1,406 @@
+"""How good `kvtune suggest` is on conversations it never saw: replayed, simulated, on both halves of a split.
+
+    python bench/scripts/suggest_regret.py [--agent TRACE] [--chat TRACE] [--seeds 5] [--duration 2h] [--json FILE]
+
+For each traffic, model, direction of the split, load and seed: a deployment is replayed on one half's conversations at
+a running TTL and watched through its scrapes only; what `kvtune suggest` makes of them is replayed on the other half,
+beside the default and a sweep of fixed TTLs. Loads are set so that the 99th percentile of retained and active KV at
+480 s would be 0.6, 0.9, 1.1 and 1.4 of the pool. Then the table: regret against the best fixed TTL in hindsight, harm
+against the default, predictions against replays, repetition, few conversations, intervals, thresholds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvtune_bench.calibration import PRESETS, Calibration
+from kvtune_bench.replay import policies
+from kvtune_bench.replay.model import Deployment, Load, Setting
+from kvtune_bench.replay.observe import quiet
+from kvtune_bench.replay.simulator import Replay
+from kvtune_bench.traces import Conversation, Plan, load_trace, plan
+from kvtune_connector.policy import EXPIRY_MARGIN_S
+from kvtune_tuning.ttl import POOL_SHARE, Z_P99
+
+USAGES = (0.6, 0.9, 1.1, 1.4)
+RUNNING = (480.0, 60.0, 1200.0)
+PREDICTED = (60.0, 120.0, 240.0, 480.0)
+"""TTLs whose predicted retention is compared with a replay."""
+FEW = 20
+
+
+@dataclass(frozen=True)
+class World:
+    """One cell of the table."""
+
+    traffic: str
+    model: str
+    way: int
+    """0: watch the first half, judge on the second; 1: the other way round."""
+    usage: float
+    seed: int
+    duration_s: float
+
+
+_traces: dict[str, list[Conversation]] = {}
+
+
+def _take(traces: dict[str, list[Conversation]]) -> None:
+    quiet()
+    _traces.update(traces)
+
+
+def halves(conversations: Sequence[Conversation]) -> tuple[list[Conversation], list[Conversation]]:
+    """A split by conversation that no seed changes."""
+    mixed = list(conversations)
+    random.Random(0).shuffle(mixed)
+    return mixed[::2], mixed[1::2]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Tokens at a turn's end, pause (inf: never returns), what the next prompt reuses, time in decode: shape (n,)."""
+
+    tokens: np.ndarray
+    gap: np.ndarray
+    reused: np.ndarray
+    active_s: np.ndarray
+
+    @classmethod
+    def of(cls, plans: Sequence[Plan], calibration: Calibration) -> Turns:
+        """All turns of all conversations."""
+        rows = []
+        for one in plans:
+            for turn, after in zip(one.turns, [*one.turns[1:], None], strict=True):
+                rows.append(
+                    (
+                        turn.sequence_tokens,
+                        math.inf if turn.gap_s is None else turn.gap_s,
+                        0 if after is None else after.keep_tokens,
+                        calibration.handoff.at(turn.prompt_tokens) + turn.output_tokens * calibration.decode_token_s,
+                    )
+                )
+        return cls(*np.array(rows, dtype=float).T)
+
+    def demand(self, ttl_s: float) -> tuple[float, float]:
+        """Mean and variance of retained and active tokens, a turn a second."""
+        hold = np.minimum(self.gap, ttl_s) + self.active_s
+        return float((self.tokens * hold).mean()), float((self.tokens**2 * hold).mean())
+
+    def worth(self, ttl_s: float, break_even_s: float) -> float:
+        """J(T): the share of tokens saved, less the price of what is held."""
+        hit = self.reused[self.gap <= ttl_s - EXPIRY_MARGIN_S].sum()
+        return float((hit - (self.tokens * np.minimum(self.gap, ttl_s)).sum() / break_even_s) / self.tokens.sum())
+
+
+def rate_for(turns: Turns, ttl_s: float, tokens: float) -> float:
+    """Turns a second at which the 99th percentile of the demand is `tokens`."""
+    mean, variance = turns.demand(ttl_s)
+    root = (-Z_P99 * math.sqrt(variance) + math.sqrt(Z_P99**2 * variance + 4 * mean * tokens)) / (2 * mean)
+    return root**2
+
+
+def memory_truth(turns: Turns, rate: float, pool: int) -> float:
+    """The longest TTL that fits, from every turn there is."""
+    best = 0.0
+    for ttl in np.arange(5.0, 3605.0, 5.0):
+        mean, variance = turns.demand(float(ttl))
+        if rate * mean + Z_P99 * math.sqrt(rate * variance) > POOL_SHARE * pool:
+            break
+        best = float(ttl)
+    return best
+
+
+def judge(world: World) -> dict[str, Any]:
+    """Everything about one world."""
+    model = PRESETS[world.model]
+    pair = [plan(half, context_limit=model.context_tokens) for half in halves(_traces[world.traffic])]
+    watched, judged = pair[world.way], pair[1 - world.way]
+    seen, unseen = Turns.of(watched, model), Turns.of(judged, model)
+    deployment = Deployment(model, model.pool_tokens)
+    watch = Load(rate_for(seen, 480.0, world.usage * model.pool_tokens), world.duration_s, seed=world.seed)
+    load = Load(rate_for(unseen, 480.0, world.usage * model.pool_tokens), world.duration_s, seed=world.seed + 100)
+    ttft: dict[tuple[float, int], float] = {}
+
+    def mean_ttft(setting: Setting) -> float:
+        key = (setting.ttl_s, setting.threshold_tokens)
+        if key not in ttft:
+            ttft[key] = Replay(judged, deployment, setting, load).run().ttft_mean_s or math.inf
+        return ttft[key]
+
+    best = min(mean_ttft(Setting(ttl)) for ttl in policies.SWEEP_S)
+    default = mean_ttft(Setting(480.0))
+    out: dict[str, Any] = {
+        "world": vars(world), "rate": load.turns_per_s, "best_s": best, "default_s": default,
+        "default_regret": default / best - 1, "suggestions": [], "predictions": [],
+    }  # fmt: skip
+    for running in RUNNING:
+        setting, document = policies.suggestion(watched, deployment, watch, ttl_s=running)
+        after = mean_ttft(setting)
+        entry: dict[str, Any] = {
+            "running": running, "ttl": setting.ttl_s, "regret": after / best - 1,
+            "harm": after / mean_ttft(Setting(running)) - 1, "status": "error",
+        }  # fmt: skip
+        if "error" not in document:
+            told = document["recommendations"][0]
+            entry |= {key: told[key] for key in ("status", "reason_code", "interval")}
+            entry["memory"] = told["model"]["memory_ttl_s"]
+            entry["truth"] = memory_truth(seen, watch.turns_per_s, model.pool_tokens)
+            if running == 480.0:
+                out["predictions"] = predictions(document, watched, deployment, watch)
+                again, _ = policies.suggestion(
+                    watched, deployment, replace(watch, seed=world.seed + 500), ttl_s=setting.ttl_s or 480.0
+                )
+                entry["again"] = again.ttl_s if setting.ttl_s else setting.ttl_s
+                entry["again_regret"] = mean_ttft(replace(again, ttl_s=entry["again"])) / best - 1
+        out["suggestions"].append(entry)
+    return out
+
+
+def predictions(document: dict[str, Any], plans: Sequence[Plan], deployment: Deployment, load: Load) -> list[Any]:
+    """(TTL, predicted over replayed mean, the same of the 99th percentile), where the replay was not overloaded."""
+    rows = {row["value"]: row for row in document["recommendations"][0]["counterfactual"]}
+    found = []
+    for ttl in PREDICTED:
+        if ttl not in rows:
+            continue
+        result = Replay(plans, deployment, Setting(ttl), load).run()
+        found.append(
+            (
+                ttl,
+                rows[ttl]["pinned_tokens_mean"] / result.pinned_mean,
+                rows[ttl]["pinned_tokens_p99"] / result.pinned_p99,
+            )
+        )
+    return found
+
+
+def few(traffic: str, model_name: str, seed: int, duration_s: float) -> float | None:
+    """Value regret, as a share of savable prefill, when only `FEW` conversations were seen."""
+    model = PRESETS[model_name]
+    first, second = halves(_traces[traffic])
+    chosen = random.Random(seed).sample(first, FEW)
+    watched, unseen = plan(chosen, context_limit=model.context_tokens), plan(second, context_limit=model.context_tokens)
+    turns, other = Turns.of(watched, model), Turns.of(unseen, model)
+    load = Load(rate_for(turns, 480.0, 0.6 * model.pool_tokens), duration_s, seed=seed)
+    _, document = policies.suggestion(watched, Deployment(model, model.pool_tokens), load, ttl_s=1200.0)
+    if "error" in document:
+        return None
+    told = document["recommendations"][0]["model"]
+    if told["value_ttl_s"] is None:
+        return None
+    # At the price of a pool that is half scarce: a price that matters.
+    beta = policies.ski_rental_ttl(unseen, Deployment(model, model.pool_tokens)) / 0.5
+    grid = np.arange(5.0, 1200.0, 5.0)
+    curve = [(row["seconds"], row["tokens"]) for row in _survival(document)]
+    chosen_ttl = _best_by_value(curve, beta, grid)
+    return max(other.worth(float(t), beta) for t in grid) - other.worth(chosen_ttl, beta)
+
+
+def _survival(document: dict[str, Any]) -> list[dict[str, float]]:
+    found: list[dict[str, float]] = document["explain"]["survival"]
+    return found
+
+
+def _best_by_value(curve: list[tuple[float, float]], beta: float, grid: np.ndarray) -> float:
+    """The TTL that the estimated survival calls best at that break-even time."""
+    times, left = np.array(curve).T
+    fine = np.arange(0.0, times[-1] + 1.0)
+    s = np.exp(np.interp(fine, times, np.log(np.maximum(left, 1e-9))))
+    held = np.concatenate(([0.0], np.cumsum((s[1:] + s[:-1]) / 2)))
+    value = [
+        1 - np.interp(max(0.0, t - EXPIRY_MARGIN_S), fine, s) - np.interp(t, fine, held) / beta
+        for t in grid
+        if t <= times[-1]
+    ]
+    return float(grid[int(np.argmax(value))])
+
+
+def threshold(traffic: str, model_name: str, running: int, seed: int, duration_s: float) -> dict[str, Any]:
+    """What is said about the threshold where prefill keeps the last prompt, and what following it costs (ms a turn)."""
+    model = PRESETS[model_name]
+    plans = plan(_traces[traffic], context_limit=model.context_tokens)
+    turns = Turns.of(plans, model)
+    load = Load(rate_for(turns, 480.0, 0.6 * model.pool_tokens), duration_s, seed=seed)
+    deployment = Deployment(model, model.pool_tokens, prefill_cache=True)
+    setting, document = policies.suggestion(plans, deployment, load, threshold_tokens=running)
+    answers = np.array([t.output_tokens for p in plans for t in p.turns if t.gap_s is not None], dtype=float)
+
+    def cost(tau: float) -> float:
+        fetch = model.transfer.base_s + model.transfer.token_s * answers
+        return float(np.where(answers >= tau, fetch, model.prefill.token_s * answers).mean())
+
+    best = min(cost(tau) for tau in np.unique(np.concatenate((np.arange(16, 8192, 16), [1e9]))))
+    told = {} if "error" in document else document["recommendations"][1]
+    return {
+        "model": model_name, "running": running, "status": told.get("status", "error"),
+        "reason": told.get("reason_code"), "recommended": setting.threshold_tokens,
+        "regret_ms": 1000 * (cost(setting.threshold_tokens) - best), "running_regret_ms": 1000 * (cost(running) - best),
+    }  # fmt: skip
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """A quantile; nan of nothing."""
+    return float(np.quantile(values, q)) if values else math.nan
+
+
+def table(
+    worlds: list[dict[str, Any]], value: list[float], thresholds: list[dict[str, Any]]
+) -> list[tuple[str, str, str]]:
+    """(quantity, target, reached)."""
+    rows = []
+    for running in RUNNING:
+        mine = [s for w in worlds for s in w["suggestions"] if s["running"] == running]
+        regret, harm = [s["regret"] for s in mine], [s["harm"] for s in mine]
+        rows.append(
+            (
+                f"mean-TTFT regret after one suggestion, running {running:g} s",
+                "median <= 3 %, worst <= 20 %" if running == 480 else "-",
+                f"median {100 * quantile(regret, 0.5):.1f} %, P95 {100 * quantile(regret, 0.95):.1f} %, "
+                f"worst {100 * max(regret):.1f} %",
+            )
+        )
+        rows.append((f"harm against the running {running:g} s", "never > 5 %", f"worst {100 * max(harm):.1f} %"))
+    default = [w["default_regret"] for w in worlds]
+    rows.append(
+        (
+            "the default's own regret, to compare",
+            "-",
+            f"median {100 * quantile(default, 0.5):.0f} %, worst {100 * max(default):.0f} %",
+        )
+    )
+    first = [s for w in worlds for s in w["suggestions"] if s["running"] == 480.0 and "again" in s]
+    moved = [abs(s["again"] / s["ttl"] - 1) for s in first if s["ttl"]]
+    rows.append(
+        (
+            "asked again at the suggestion: moves, and regret then",
+            "converges",
+            f"moves in {100 * statistics.fmean(m > 0 for m in moved):.0f} % of worlds, by {100 * max(moved):.0f} % at "
+            "most; "
+            f"regret median {100 * quantile([s['again_regret'] for s in first], 0.5):.1f} %, "
+            f"worst {100 * max(s['again_regret'] for s in first):.1f} %",
+        )
+    )
+    for name, column, target in (("mean", 1, 5), ("P99", 2, 8)):
+        errors = [abs(p[column] - 1) for w in worlds if w["world"]["usage"] <= 0.9 for p in w["predictions"]]
+        rows.append(
+            (
+                f"predicted {name} retained tokens, demand within the pool",
+                f"within {target} %",
+                f"median {100 * quantile(errors, 0.5):.1f} %, P95 {100 * quantile(errors, 0.95):.1f} %, "
+                f"worst {100 * max(errors):.1f} %",
+            )
+        )
+    rows.append(
+        (
+            f"value regret with {FEW} conversations seen",
+            "mean <= 1 %, P95 <= 2 %",
+            f"mean {100 * statistics.fmean(value):.2f} %, P95 {100 * quantile(value, 0.95):.2f} %" if value else "none",
+        )
+    )
+    covered = [
+        s["interval"][0] <= s["truth"] <= s["interval"][1]
+        for w in worlds
+        for s in w["suggestions"]
+        if s.get("interval") and s["running"] == 480.0
+    ]
+    rows.append(
+        (
+            "90 % interval of the memory TTL covers the truth",
+            "85 to 95 %",
+            f"{100 * statistics.fmean(covered):.0f} % of {len(covered)}" if covered else "none given",
+        )
+    )
+    for model in sorted({t["model"] for t in thresholds}):
+        said = [t for t in thresholds if t["model"] == model and t["status"] in ("change", "keep")]
+        mine = [t for t in thresholds if t["model"] == model]
+        rows.append(
+            (
+                f"threshold, {model}: regret where it advises",
+                "P95 <= 1 ms" if model.startswith("qwen") else "P95 <= 3 ms",
+                f"P95 {quantile([t['regret_ms'] for t in said], 0.95):.2f} ms of {len(said)}; "
+                f"{len(mine) - len(said)} of {len(mine)} not identifiable",
+            )
+        )
+    scarce = [
+        s for w in worlds if w["world"]["traffic"] == "chat" and w["world"]["usage"] > 1 for s in w["suggestions"]
+        if s["running"] == 480.0
+    ]  # fmt: skip
+    if scarce:
+        good = sum(s["status"] == "off" or s["ttl"] < 480 for s in scarce)
+        rows.append(("chat at scarce memory: shorten or off", "always", f"{good} of {len(scarce)}"))
+    return rows
+
+
+def main() -> None:
+    """Parse, replay, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--agent", type=Path, default=None, help="agent trace [the packaged sample]")
+    parser.add_argument("--chat", type=Path, default=None, help="chat trace [none]")
+    parser.add_argument("--models", default="qwen3-32b,glm-5-fp8")
+    parser.add_argument("--usages", default=",".join(map(str, USAGES)))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--hours", type=float, default=2.0, help="measured, of each replay")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path, default=None, help="write every world here")
+    given = parser.parse_args()
+    traces = {"agent": load_trace(given.agent)}
+    if given.chat is not None:
+        traces["chat"] = load_trace(given.chat)
+    models, seeds, seconds = given.models.split(","), range(1, given.seeds + 1), 3600 * given.hours
+    worlds = [
+        World(traffic, model, way, float(usage), seed, seconds)
+        for traffic in traces for model in models for way in (0, 1)
+        for usage in given.usages.split(",") for seed in seeds
+    ]  # fmt: skip
+    began = time.monotonic()
+    with ProcessPoolExecutor(
+        given.jobs, mp_context=get_context("spawn"), initializer=_take, initargs=(traces,)
+    ) as pool:
+        judged = [pool.submit(judge, world) for world in worlds]
+        small = [
+            pool.submit(few, "agent", model, seed, seconds)
+            for model in models
+            for seed in range(1, 2 * given.seeds + 1)
+        ]
+        taus = [
+            pool.submit(threshold, "agent", model, running, seed, seconds)
+            for model in models for running in (64, 2048) for seed in seeds
+        ]  # fmt: skip
+        results = []
+        for number, future in enumerate(judged, 1):
+            results.append(future.result())
+            if sys.stderr.isatty() or number % 20 == 0:
+                print(f"\r{number} of {len(judged)} worlds, {time.monotonic() - began:.0f} s", end="", file=sys.stderr)
+        print(file=sys.stderr)
+        value = [found for future in small if (found := future.result()) is not None]
+        thresholds = [future.result() for future in taus]
+    rows = table(results, value, thresholds)
+    if given.json is not None:
+        given.json.write_text(
+            json.dumps({"worlds": results, "value": value, "thresholds": thresholds, "table": rows}, default=str)
+        )
+    wide = max(len(row[0]) for row in rows)
+    target = max(len(row[1]) for row in rows)
+    print(f"simulated; {len(results)} worlds of {given.hours:g} h, {time.monotonic() - began:.0f} s\n")
+    for name, wanted, reached in (("quantity", "target", "reached"), *rows):
+        print(f"{name:{wide}}  {wanted:{target}}  {reached}")
+
+
+if __name__ == "__main__":
+    main()
