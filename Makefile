@@ -8,13 +8,14 @@ VLLM_VENV ?= .venv-vllm
 VLLM_PYTHON := $(VLLM_VENV)/bin/python
 TINY := $(VLLM_VENV)/tiny-model
 
-.PHONY: help demo demo-vllm test e2e e2e-prometheus e2e-vllm lint fmt check clean
+.PHONY: help demo demo-vllm test e2e e2e-prometheus test-vllm e2e-vllm lint fmt check clean
 
 help:
 	@echo "make demo [ARGS='--json FILE ...']  the main job on simulated engines, with a report (two to three minutes)"
 	@echo "make demo-vllm                      the same on a real vLLM pair on this machine's CPUs, with a tiny model"
 	@echo "make test                           the test suite"
 	@echo "make e2e                            against a real Prometheus and a real vLLM pair on this machine's CPUs"
+	@echo "make test-vllm                      the connector in vLLM's own scheduler, without servers"
 	@echo "make lint                           ruff and mypy --strict"
 	@echo "make fmt                            format the code"
 	@echo "make clean                          remove $(VENV) and caches"
@@ -53,14 +54,21 @@ test: $(BIN)/.dev
 demo-vllm: $(BIN)/.demo $(VLLM_VENV)/.ready
 	@$(BIN)/kvtune demo --engine vllm --vllm-python $(abspath $(VLLM_PYTHON)) --vllm-model $(abspath $(TINY)) $(ARGS)
 
-e2e: e2e-prometheus e2e-vllm
+e2e: e2e-prometheus test-vllm e2e-vllm
 
 e2e-prometheus: $(BIN)/.dev
 	@$(BIN)/python -m pytest tests/e2e/test_prometheus.py tests/e2e/test_otlp.py $(ARGS)
 
+$(VLLM_VENV)/.tests: $(VLLM_VENV)/.ready
+	@$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-compile 'pytest>=8.2'
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/.tests
+	@$(VLLM_PYTHON) -m pytest tests/vllm $(ARGS)
+
 e2e-vllm: $(BIN)/.dev $(VLLM_VENV)/.ready
 	@KVTUNE_VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) KVTUNE_VLLM_MODEL=$(abspath $(TINY)) \
-		$(BIN)/python -m pytest tests/e2e/test_vllm.py $(ARGS)
+		$(BIN)/python -m pytest tests/e2e/test_vllm.py tests/e2e/test_vllm_peers.py $(ARGS)
 
 lint: $(BIN)/.dev
 	@$(BIN)/ruff check .

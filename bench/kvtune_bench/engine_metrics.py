@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from kvtune_telemetry.instruments import without_created
+
 ENGINE_INDEX = "0"
 """vLLM's `engine` label of the only data-parallel rank."""
 VIOLATIONS = ("late_read", "double_read", "wrong_kv")
@@ -46,6 +48,7 @@ class VllmMetrics:
         running: Callable[[], float],
         waiting: Callable[[], float],
     ) -> None:
+        without_created()
         names = ("model_name", "engine")
         values = (model_name, ENGINE_INDEX)
         self._tp = tp

@@ -26,7 +26,9 @@ TOLERANCE = 0.05
 def compared(one: Mapping[str, float], clean: Mapping[str, float]) -> str:
     """Two top fives in words."""
     shared = one.keys() & clean.keys()
-    worst = max((abs(one[token] - clean[token]) for token in shared), default=float("inf"))
+    if not shared:
+        return "none of the top 5: FAILS"
+    worst = max(abs(one[token] - clean[token]) for token in shared)
     verdict = "passes" if len(shared) >= 3 and worst < TOLERANCE else "FAILS"
     return f"{len(shared)} of the top 5, difference {worst:.3f}: {verdict}"
 

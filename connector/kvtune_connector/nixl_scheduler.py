@@ -240,8 +240,11 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
     def update_connector_output(self, connector_output: Any) -> None:
         """Reads that arrived or failed, retentions that ended."""
         super().update_connector_output(connector_output)
+        fresh, received = connector_output.kv_connector_worker_meta, connector_output.finished_recving
+        if fresh is None and not received and not connector_output.finished_sending:
+            # The ordinary step.
+            return
         now = time.perf_counter()
-        fresh = connector_output.kv_connector_worker_meta
         news = self._news
         if isinstance(fresh, WorkerNews):
             # Kept: rank 0 tells when it is done, vLLM reports a request when the last rank is.
@@ -249,7 +252,7 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
             self._offsets.update(fresh.offsets)
             self._events.extend(events.KvLateNotification() for _ in range(fresh.late))
         failed = set(connector_output.failed_recving or ())
-        for req_id in connector_output.finished_recving or ():
+        for req_id in received or ():
             self._received(req_id, now, news, req_id in failed or req_id in news.failed)
             news.reads.pop(req_id, None)
             news.failed.discard(req_id)
@@ -383,8 +386,11 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         finally:
             self.decoder_kv_blocks_ttl = usual
         if not delay or exported is None:
+            # Also a turn whose last token came back after a preemption (overlapping batches): stock would export a
+            # reference to no blocks.
+            self._reqs_not_processed.add(request.request_id)
             self._events.append(events.RetentionMissed(self._why_missed(request)))
-            return delay, exported
+            return delay, None
         held = min(exported["remote_num_tokens"], len(request.all_token_ids))
         if getattr(request, "prompt_embeds", None) is None:
             exported[wire.KEY] = self._proof(request, held, ttl)

@@ -130,7 +130,8 @@ class ConnectorWorker(NixlPullConnectorWorker):
             plain = found[agent] = []
             for notif in notifs:
                 message, given_back = wire.split_notification(notif.decode())
-                if given_back is not None:
+                # A late one ends nothing: what is no longer held has been told as ended.
+                if given_back is not None and given_back[0] in self._reqs_to_process:
                     self._news.ended[given_back[0]] = given_back[1].value
                 plain.append(message.encode())
         return found

@@ -13,6 +13,9 @@ DEFAULT_THRESHOLD_TOKENS = 64
 DEFAULT_TTL_S = 480.0
 """vLLM's default `decoder_kv_blocks_ttl`."""
 
+EXPLORE_FACTOR = 4.0
+"""Histories within this factor of the threshold are explored with: there either path costs about as much."""
+
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -32,7 +35,7 @@ class Offer:
     """True when this reader has used the reference before: the blocks may hold anything by now, whatever its
     fingerprint says of what they held."""
     explored: bool = False
-    """The router asks for a recompute, to measure its cost."""
+    """The router asks for the other path than the threshold says, to measure both; done near the threshold only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +94,10 @@ def decide(
     available = usable - local_tokens
     if available <= 0:
         return _local(release=True)
-    if offer.explored:
-        return _recompute(Reason.EXPLORED, available, release=True)
+    if offer.explored and threshold_tokens / EXPLORE_FACTOR <= available <= threshold_tokens * EXPLORE_FACTOR:
+        if available >= threshold_tokens:
+            return _recompute(Reason.EXPLORED, available, release=True)
+        return Verdict(Decision.FETCH, Reason.EXPLORED, available, available, usable, False)
     cut = proven < min(offer.tokens, prompt_tokens)
     if available < threshold_tokens:
         return _recompute(Reason.REWRITTEN if cut else Reason.BELOW_THRESHOLD, available, release=True)

@@ -47,7 +47,8 @@ def report_extras(*, decision: Decision, reason: Reason, fetched: int, local: in
 
 
 def request_extras(*, retain_s: float | None = None, explore: bool = False) -> dict[str, Any]:
-    """What the router asks of an engine: keep the KV so long (D; 0 = not at all), recompute to measure (P)."""
+    """What the router asks of an engine: keep the KV so long (D; 0 = not at all), take the path that the
+    threshold speaks against, to measure it (P)."""
     extras: dict[str, Any] = {"v": 1}
     if retain_s is not None:
         extras["retain_s"] = retain_s
@@ -144,7 +145,7 @@ def read_retain_s(params: object) -> float | None:
 
 
 def read_explore(params: object) -> bool:
-    """Whether the router asks P to recompute although it could fetch."""
+    """Whether the router asks P for the path that its threshold speaks against."""
     extras = _extras(params)
     return bool(extras and extras.get("explore") is True)
 

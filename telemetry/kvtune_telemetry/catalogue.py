@@ -109,9 +109,11 @@ DECISION_REASONS: tuple[tuple[str, str], ...] = (
     (Decision.LOCAL_HIT.value, Reason.NONE.value),
     (Decision.FETCH.value, Reason.NONE.value),
     (Decision.FETCH.value, Reason.REWRITTEN.value),
+    (Decision.FETCH.value, Reason.EXPLORED.value),
     *((Decision.RECOMPUTE.value, reason.value) for reason in Reason),
 )
-"""(decision, reason) pairs that can occur; a fetch is `rewritten` when it was cut to the verified prefix."""
+"""(decision, reason) pairs that can occur; a fetch is `rewritten` when it was cut to the verified prefix, and
+`explored` when the threshold spoke against it."""
 
 _OUTCOME = _of("outcome", Outcome)
 _TURN = Label("turn", ("first", "followup"))

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from kvtune_telemetry import events
 from kvtune_telemetry.buckets import COARSE_SIZE_EDGES, size_label
-from kvtune_telemetry.instruments import Families, Instruments
+from kvtune_telemetry.instruments import Families, Instruments, without_created
 from kvtune_telemetry.vocabulary import Path, Role
 
 _FAILED_STATUS = 500
@@ -27,6 +27,7 @@ class RouterRecorder:
     """Books router events on a registry, a turn's spans, and the log (one line a turn)."""
 
     def __init__(self, registry: CollectorRegistry, *, version: str) -> None:
+        without_created()
         self._on = instruments = Instruments(Families("router", registry))
         instruments.gauge("kvtune_router_build_info", version).set(1)
         self._book: dict[type, Callable[[Any], None]] = {

@@ -49,7 +49,7 @@ class Decision(StrEnum):
 
 class Reason(StrEnum):
     """Why P decided so. `none` goes with `local_hit`, `fetch`, and with `recompute` where no reference was given;
-    `rewritten` also with a `fetch` that was cut to the verified prefix."""
+    `rewritten` also with a `fetch` that was cut to the verified prefix, `explored` with either."""
 
     NONE = "none"
     BELOW_THRESHOLD = "below_threshold"

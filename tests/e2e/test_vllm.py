@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import openai
 import orjson
 import pytest
@@ -26,8 +25,7 @@ from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from kvtune_bench.process import ChildProcess, tail
-from kvtune_bench.vllm_pair import VllmConfig, VllmServer, free_port
-from kvtune_router.requests import FIRST_TURN
+from kvtune_bench.vllm_pair import Bench, VllmServer, difference, free_port, report, text, top
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
@@ -36,30 +34,15 @@ NOISE = 0.05
 TTL_S = 150.0
 
 
-class Pair:
+class Pair(Bench):
     """A P, a D, a router in front, and a session."""
 
     def __init__(self, stack: AsyncExitStack, work: Path) -> None:
-        self.stack, self.work = stack, work
-        self.python, self.model = os.environ["KVTUNE_VLLM_PYTHON"], Path(os.environ["KVTUNE_VLLM_MODEL"])
-        self.session: aiohttp.ClientSession
+        super().__init__(stack, work, os.environ["KVTUNE_VLLM_PYTHON"], Path(os.environ["KVTUNE_VLLM_MODEL"]))
         self.p: VllmServer
         self.d: VllmServer
         self.router: ChildProcess
-        self.count = 0
         self.spans: list[dict[str, Any]] = []
-
-    async def server(self, role: str, **more: Any) -> VllmServer:
-        config = VllmConfig(
-            **{
-                "role": role, "python": self.python, "model": self.model, "port": free_port(),
-                "side_channel_port": free_port(), "ttl_s": TTL_S, **more,
-            }
-        )  # fmt: skip
-        self.count += 1
-        server = await VllmServer.spawn(config, self.work / f"{config.role}-{self.count}.log")
-        self.stack.push_async_callback(server.stop)
-        return server
 
     async def start_router(self, *more: str) -> ChildProcess:
         router = await ChildProcess.start(
@@ -79,38 +62,11 @@ class Pair:
     def url(self, what: str) -> str:
         return str(orjson.loads(self.router.ready)[what])
 
-    async def post(self, server: VllmServer, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
-        whole = {"model": "tiny", "temperature": 0, "logprobs": 5, **body}
-        async with self.session.post(server.url + path, json=whole) as answer:
-            raw = await answer.read()
-            assert answer.status == 200, raw
-            found: dict[str, Any] = orjson.loads(raw)
-            return found
-
     async def turn(
-        self, prompt: Any, reference: dict[str, Any] | None = None, *, tokens: int = 24, **decode: Any
+        self, prompt: Any, reference: dict[str, Any] | None = None, **decode: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Both legs by hand; returns P's and D's answers."""
-        p = await self.post(self.p, prompt=prompt, max_tokens=1, kv_transfer_params=dict(reference or FIRST_TURN))
-        params = {**p["kv_transfer_params"], **decode}
-        d = await self.post(self.d, prompt=prompt, max_tokens=tokens, ignore_eos=True, kv_transfer_params=params)
-        return p, d
-
-    async def values(self, url: str, name: str, **labels: str) -> float:
-        """The sum of the series `name` with those labels."""
-        total = 0.0
-        async with self.session.get(url if url.endswith("/metrics") else url + "/metrics") as answer:
-            for line in (await answer.text()).splitlines():
-                if line.startswith((name + "{", name + " ")) and all(f'{k}="{v}"' in line for k, v in labels.items()):
-                    total += float(line.rsplit(" ", 1)[1])
-        return total
-
-    async def settles(self, url: str, name: str, wanted: float, within_s: float = 30.0, **labels: str) -> None:
-        """Wait until a series has a value: statistics travel with the engine's steps."""
-        deadline = time.monotonic() + within_s
-        while (got := await self.values(url, name, **labels)) != wanted:
-            assert time.monotonic() < deadline, f"{name}{labels} is {got}, not {wanted}"
-            await asyncio.sleep(0.3)
+        return await self.legs(self.p, self.d, prompt, reference, **decode)
 
 
 @dataclass
@@ -168,12 +124,11 @@ def traced(service: str, url: str) -> dict[str, Any]:
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     async with AsyncExitStack() as stack:
         made = Pair(stack, tmp_path_factory.mktemp("pair"))
-        timeout = aiohttp.ClientTimeout(total=90.0)
-        made.session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+        await made.connect(90.0)
         collector = await stack.enter_async_context(otlp_receiver())
         made.spans = collector.spans
-        made.p = await made.server("prefill", **traced("kvtune-prefill", collector.url))
-        made.d = await made.server("decode", **traced("kvtune-decode", collector.url))
+        made.p = await made.server("prefill", ttl_s=TTL_S, **traced("kvtune-prefill", collector.url))
+        made.d = await made.server("decode", ttl_s=TTL_S, **traced("kvtune-decode", collector.url))
         await asyncio.gather(made.p.ready(), made.d.ready())
         made.router = await made.start_router()
         # The first request of an engine compiles and shakes hands.
@@ -189,28 +144,6 @@ def tell_the_logs_on_failure(request: pytest.FixtureRequest, pair: Pair) -> Any:
             print(f"\n--- {server.config.role}: {tail(server.log)}")
 
 
-def text(seed: str, words: int) -> str:
-    rng = random.Random(seed)
-    vocabulary = ["import", "class", "return", "self", "alpha", "beta", "torch", "while", "True", "print", "one", "two"]
-    return " ".join(rng.choice(vocabulary) for _ in range(words))
-
-
-def top(answer: dict[str, Any], token: int = 0) -> dict[str, float]:
-    found: dict[str, float] = answer["choices"][0]["logprobs"]["top_logprobs"][token]
-    return found
-
-
-def difference(one: dict[str, float], two: dict[str, float]) -> float:
-    """Largest difference of the log-probabilities both know; 1 where they share fewer than half."""
-    shared = one.keys() & two.keys()
-    return max((abs(one[t] - two[t]) for t in shared), default=1.0) if len(shared) >= 3 else 1.0
-
-
-def report(p: dict[str, Any]) -> tuple[str, str, int]:
-    told = p["kv_transfer_params"]["kvtune"]
-    return told["decision"], told["reason"], told["fetched_tokens"]
-
-
 async def clean(pair: Pair, prompt: Any) -> tuple[dict[str, float], dict[str, float]]:
     """P's and D's view of a prompt that nothing was read for."""
     p, d = await pair.turn(prompt)
@@ -220,14 +153,8 @@ async def clean(pair: Pair, prompt: Any) -> tuple[dict[str, float], dict[str, fl
 # --- proof ----------------------------------------------------------------------------------------------------------
 
 
-async def tokens_of(pair: Pair, prompt: str) -> list[int]:
-    async with pair.session.post(pair.p.url + "/tokenize", json={"model": "tiny", "prompt": prompt}) as answer:
-        found: list[int] = (await answer.json())["tokens"]
-        return found
-
-
 async def test_an_honest_follow_up_is_read_whole_and_equals_a_clean_run(pair: Pair) -> None:
-    prompt = await tokens_of(pair, text("honest", 400))
+    prompt = await pair.tokens(pair.p, text("honest", 400))
     _, d = await pair.turn(prompt)
     reference = d["kv_transfer_params"]
     kept = reference["remote_num_tokens"]
@@ -268,7 +195,7 @@ async def test_a_history_that_differs_never_changes_an_answer(pair: Pair, case: 
         "compacted": "summary " + " ".join(words[-200:]),
         "forged": text(f"forged {case}", 420),
         "stripped": base + said[len(said) // 2 :] + " go on",
-        "retokenised": [*(await tokens_of(pair, base))[:-1], *(await tokens_of(pair, "x y z"))] + [5] * 20,
+        "retokenised": [*(await pair.tokens(pair.p, base))[:-1], *(await pair.tokens(pair.p, "x y z"))] + [5] * 20,
     }[case]
     if case == "replayed":
         await pair.turn(prompt, dict(reference))
@@ -294,13 +221,6 @@ async def test_a_history_that_differs_never_changes_an_answer(pair: Pair, case: 
 # --- faults ---------------------------------------------------------------------------------------------------------
 
 
-async def floor(pair: Pair) -> None:
-    """Every block comes back, and nobody waits for what will not come."""
-    await pair.settles(pair.p.url, "vllm:num_requests_waiting", 0.0)
-    await pair.settles(pair.p.url, "vllm:num_requests_running", 0.0)
-    await pair.settles(pair.p.url, "vllm:kv_cache_usage_perc", 0.0, within_s=45.0)
-
-
 async def test_an_expired_reference_is_recomputed(pair: Pair) -> None:
     prompt = text("expired", 300)
     _, d = await pair.turn(prompt, kvtune={"v": 1, "retain_s": 6.5})
@@ -313,7 +233,7 @@ async def test_an_expired_reference_is_recomputed(pair: Pair) -> None:
     assert report(p) == ("recompute", "expired", 0)
     await pair.settles(pair.p.url, "kvtune_kv_reads_declined_total", before + 1)
     await pair.settles(pair.d.url, "kvtune_retentions_ended_total", lapsed + 1, end="lapsed")
-    await floor(pair)
+    await pair.rests(pair.p)
 
 
 async def test_a_handshake_that_times_out_is_recomputed(pair: Pair) -> None:
@@ -327,7 +247,7 @@ async def test_a_handshake_that_times_out_is_recomputed(pair: Pair) -> None:
     finally:
         os.killpg(pair.d.child.pid, signal.SIGCONT)
     assert report(p) == ("recompute", "read_failed", 0)
-    await floor(pair)
+    await pair.rests(pair.p)
 
 
 async def test_nothing_is_retained_that_nobody_wants(pair: Pair) -> None:
@@ -344,7 +264,7 @@ async def test_a_read_of_a_reference_to_nowhere_is_recomputed(pair: Pair) -> Non
     lost = {**d["kv_transfer_params"], "remote_engine_id": "nobody", "remote_port": free_port()}
     p, _ = await pair.turn(prompt + " go on", lost)
     assert report(p) == ("recompute", "read_failed", 0)
-    await floor(pair)
+    await pair.rests(pair.p)
 
 
 # --- through the router ---------------------------------------------------------------------------------------------
@@ -414,7 +334,7 @@ async def test_a_client_that_leaves_mid_stream_leaves_nothing_behind(pair: Pair)
         break
     await stream.close()
     await pair.settles(pair.d.url, "vllm:num_requests_running", 0.0)
-    await floor(pair)
+    await pair.rests(pair.p)
 
 
 async def test_a_stop_string_ends_without_a_reference_and_is_booked(pair: Pair) -> None:
@@ -490,14 +410,13 @@ async def test_the_books_of_both_sides_agree(pair: Pair) -> None:
 
 
 async def test_a_prefill_that_is_not_bidirectional_computes_and_hangs_never(pair: Pair) -> None:
-    plain = await pair.server("prefill", bidirectional=False)
+    plain = await pair.server("prefill", ttl_s=TTL_S, bidirectional=False)
     await plain.ready()
     prompt = text("one way", 300)
     _, d = await pair.turn(prompt)
     p = await pair.post(plain, prompt=prompt + " go on", max_tokens=1, kv_transfer_params=d["kv_transfer_params"])
     assert report(p) == ("recompute", "disabled", 0)
-    await pair.settles(plain.url, "vllm:num_requests_waiting", 0.0)
-    await pair.settles(plain.url, "vllm:kv_cache_usage_perc", 0.0, within_s=45.0)
+    await pair.rests(plain)
     await plain.stop()
 
 
@@ -527,4 +446,4 @@ async def test_decode_that_is_killed_and_comes_back(pair: Pair) -> None:
         await asyncio.sleep(0.1)
     assert await turn() in ("engine_gone", "read_failed")
     assert await turn() == "hit"
-    await floor(pair)
+    await pair.rests(pair.p)

@@ -281,7 +281,7 @@ async def test_a_reference_without_proof_is_refused(make: Make) -> None:
 
 
 async def test_explored_and_disabled(make: Make) -> None:
-    pair = await make()
+    pair = await make(p={"threshold_tokens": 256})
     messages, reference = await follow_up(pair)
     reference["kvtune"] |= wire.request_extras(explore=True)
     report = wire.read_report(await pair.prefill(messages, reference))

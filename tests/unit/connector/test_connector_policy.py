@@ -50,7 +50,13 @@ def test_no_offer() -> None:
         (OFFER, {"local_tokens": 937}, Decision.RECOMPUTE, Reason.BELOW_THRESHOLD, True),
         (OFFER, {"local_tokens": 936}, Decision.FETCH, Reason.NONE, False),
         (OFFER, {"local_tokens": 999, "threshold_tokens": 0}, Decision.FETCH, Reason.NONE, False),
-        (replace(OFFER, explored=True), {}, Decision.RECOMPUTE, Reason.EXPLORED, True),
+        # with a threshold of 64, exploration goes from 16 to 256 tokens
+        (replace(OFFER, explored=True), {"local_tokens": 743}, Decision.FETCH, Reason.NONE, False),
+        (replace(OFFER, explored=True), {"local_tokens": 744}, Decision.RECOMPUTE, Reason.EXPLORED, True),
+        (replace(OFFER, explored=True), {"local_tokens": 936}, Decision.RECOMPUTE, Reason.EXPLORED, True),
+        (replace(OFFER, explored=True), {"local_tokens": 937}, Decision.FETCH, Reason.EXPLORED, False),
+        (replace(OFFER, explored=True), {"local_tokens": 984}, Decision.FETCH, Reason.EXPLORED, False),
+        (replace(OFFER, explored=True), {"local_tokens": 985}, Decision.RECOMPUTE, Reason.BELOW_THRESHOLD, True),
     ],
 )
 def test_each_reason(offer: Offer, more: dict[str, Any], decision: Decision, reason: Reason, release: bool) -> None:

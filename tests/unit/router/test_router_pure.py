@@ -338,3 +338,18 @@ WHOLE = ROLE + chunk("ab") + chunk("cd") + chunk("", "stop") + USAGE + DONE
 def test_nothing_is_said_twice_wherever_it_broke(cut: int) -> None:
     rest = Resumer(WHOLE[:cut]).feed(WHOLE)
     assert WHOLE[:cut] + rest == WHOLE
+
+
+def test_exploration_is_asked_for_beside_what_the_reference_says() -> None:
+    reference = {"remote_engine_id": "d", "kvtune": {"v": 1, "fingerprint": "x"}}
+    leg = orjson.loads(prefill_body({"model": "m", "prompt": "p"}, reference, explore=True))
+    assert leg["kv_transfer_params"]["kvtune"] == {"v": 1, "fingerprint": "x", "explore": True}
+    assert "explore" not in reference["kvtune"]
+    plain = orjson.loads(prefill_body({"model": "m", "prompt": "p"}, None, explore=True))
+    assert "kvtune" not in plain["kv_transfer_params"]
+
+
+@pytest.mark.parametrize("share", [-0.01, 0.051, float("nan")])
+def test_exploration_is_bounded(share: float) -> None:
+    with pytest.raises(ConfigError, match=r"explore = .*: it is a share from 0 to 0\.05"):
+        RouterConfig(explore=share)
