@@ -13,6 +13,7 @@ PROMETHEUS_URL = "KVTUNE_PROMETHEUS_URL"
 _PROMETHEUS = "Reading Prometheus"
 _ACCESS = "Access to servers (--prometheus, --scrape)"
 _SCRAPING = "Live scrapes"
+_STOCK = "What engines without kvtune do not say"
 
 
 def _option(flag: str, metavar: str, help: str, panel: str | None = None) -> Any:
@@ -47,6 +48,16 @@ def suggest(
     ] = None,
     max_points: Annotated[
         int | None, _option("--max-points", "N", "Points of a series in one query, at most [10000].", _PROMETHEUS)
+    ] = None,
+    role: Annotated[
+        list[str] | None, _option("--role", "ROLE=PART", "prefill= or decode= and a part of names; repeatable.", _STOCK)
+    ] = None,
+    tp: Annotated[int | None, _option("--tp", "N", "Ranks of an engine (tensor parallel size).", _STOCK)] = None,
+    current_ttl: Annotated[
+        str | None, _option("--current-ttl", "DURATION", "decoder_kv_blocks_ttl in force [480s].", _STOCK)
+    ] = None,
+    current_threshold: Annotated[
+        int | None, _option("--current-threshold", "N", "kv_recompute_threshold in force [64].", _STOCK)
     ] = None,
     header: Annotated[
         list[str] | None,
@@ -106,5 +117,9 @@ def suggest(
             matchers=matcher or (),
             replica_labels=replica_label or (),
             max_points=max_points,
+            roles=role or (),
+            ranks=tp,
+            current_ttl=current_ttl,
+            current_threshold=current_threshold,
         )
     )

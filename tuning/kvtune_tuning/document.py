@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any
 
 from kvtune_tuning import stock, threshold, ttl
-from kvtune_tuning.errors import TuningError
+from kvtune_tuning.errors import NOT_ENOUGH_DATA, TuningError
 from kvtune_tuning.evidence import Evidence, Mode
 from kvtune_tuning.wording import digits
 
@@ -137,6 +137,7 @@ def _ttl(evidence: Evidence, advice: ttl.TtlAdvice) -> dict[str, Any]:
         **_advice(advice, evidence.ttl_setting.assumed),
         "model": {
             "memory_ttl_s": advice.memory_s,
+            "waiting_ttl_s": advice.waiting_s,
             "value_ttl_s": advice.value_s,
             "break_even_s": advice.break_even_s,
             "scarcity": advice.scarcity,
@@ -328,6 +329,10 @@ def _explain_ttl(evidence: Evidence, advice: ttl.TtlAdvice) -> list[str]:
         f"pool {_number(i.pool_tokens, ' tokens')}; active {_number(i.active_mean, ' tokens')}, "
         f"sigma {_number(math.sqrt(i.active_variance) if i.active_mean is not None else None, ' tokens')}; "
         f"measured P99 usage {_number(i.usage_p99)}",
+        "waiting: the T with the least expected time to first token, room on decode (what does not fit, "
+        f"{ttl.WAITS_LONGER:g} x E[(demand - pool)+] / rate) and prefill's queue (M/G/1), time and reads together; "
+        "where costs are known it takes the memory form's place",
+        _waiting(evidence, advice),
         f"value: the T that maximises useful x F(T - {i.margin_s:g}) - (1/beta) x integral of S",
         "useful: share of the tokens of in-time returns that P really fetched, and did not hold itself",
         "beta = saving x pool / scarcity: how long a token may be held for what fetching it saves",
@@ -336,6 +341,16 @@ def _explain_ttl(evidence: Evidence, advice: ttl.TtlAdvice) -> list[str]:
         f"value TTL {_number(advice.value_s, ' s')}; reach {ttl.reach_ttl(i):g} s (all but "
         f"{100 * (1 - ttl.ENOUGH):.1g} % of the returns that were seen)",
     ]
+
+
+def _waiting(evidence: Evidence, advice: ttl.TtlAdvice) -> str:
+    costs = evidence.ttl.costs
+    if costs is None:
+        return "the costs of prefill are not known: the memory form decides"
+    return (
+        f"{costs.turns_per_s:.3g} turns/s on {costs.prefill_engines} prefill engine(s), {costs.computed_mean:.0f} "
+        f"tokens computed a turn; waiting TTL {_number(advice.waiting_s, ' s')}"
+    )
 
 
 _UNKNOWN = "not known yet"
@@ -348,11 +363,11 @@ def _number(value: float | None, unit: str = "") -> str:
 def exit_code(document: dict[str, Any], *, signal_change: bool = False) -> int:
     """The exit code of a document.
 
-    1 on failure, 3 where every recommendation is insufficient (but for a threshold that stock series never identify),
-    4 where a change is advised and `signal_change` is set, else 0.
+    1 on failure, 3 where there is too little to read or every recommendation is insufficient (but for a threshold that
+    stock series never identify), 4 where a change is advised and `signal_change` is set, else 0.
     """
     if "error" in document:
-        return 1
+        return 3 if document["error"]["code"] in NOT_ENOUGH_DATA else 1
     states = [r["status"] for r in document["recommendations"]]
     possible = [r["status"] for r in document["recommendations"] if r["reason_code"] != stock.NEVER_IDENTIFIABLE]
     if all(state == "insufficient" for state in possible):

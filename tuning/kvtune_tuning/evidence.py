@@ -16,7 +16,7 @@ from kvtune_tuning import stock, threshold, ttl
 from kvtune_tuning.counters import Ended, steps, stretches, summed
 from kvtune_tuning.errors import TuningError
 from kvtune_tuning.gaps import GapCurves, Survival, mean_held, survival
-from kvtune_tuning.lines import CostPoint, saving_per_token
+from kvtune_tuning.lines import CostPoint, line_of, saving_per_token
 from kvtune_tuning.series import Floats, Series, SeriesSet
 from kvtune_tuning.wording import digits
 
@@ -204,6 +204,7 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
         saving_s_per_token=saving,
         useful=useful,
         ttft_followup_s=ttft,
+        costs=_costs(series, recompute, fetch, window, sum(role == Role.PREFILL for role in roles.values())),
     )
     threshold_inputs = threshold.ThresholdInputs(
         current=threshold_setting.value,
@@ -310,6 +311,27 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
         bounds, mode is Mode.STOCK or (Role.PREFILL in roles.values() and Role.PREFILL not in labelled.values()),
         asked, series.ahead_s > MAX_AHEAD_S,
     )  # fmt: skip
+
+
+def _costs(
+    series: SeriesSet, recompute: tuple[CostPoint, ...], fetch: tuple[CostPoint, ...], window_s: float, prefills: int
+) -> ttl.Costs | None:
+    """What prefill's time is made of; None where too little was seen to say."""
+    compute, read = line_of(recompute), line_of(fetch)
+    count = series.increase("kvtune_path_observations_total", path=Path.RECOMPUTE) or 0.0
+    square = series.increase("kvtune_path_tokens_squared_total", path=Path.RECOMPUTE)
+    if compute is None or read is None or not count or square is None or compute.slope <= 0:
+        return None
+    return ttl.Costs(
+        turns_per_s=count / window_s,
+        prefill_engines=max(1, prefills),
+        compute_base_s=max(0.0, compute.intercept),
+        compute_token_s=compute.slope,
+        fetch_base_s=max(0.0, read.intercept),
+        fetch_token_s=max(0.0, read.slope),
+        computed_mean=(series.increase("kvtune_path_tokens_total", path=Path.RECOMPUTE) or 0.0) / count,
+        computed_square=square / count,
+    )
 
 
 _COUNTERS = ("_total", "_bucket", "_count", "_sum")

@@ -143,16 +143,23 @@ def fit(arm: Arm) -> Line:
     return line
 
 
+def line_of(points: Sequence[CostPoint]) -> Line | None:
+    """A line through a path's costs; None where too few were seen, or of one size only."""
+    if sum(p.count for p in points) < _ENOUGH:
+        return None
+    try:
+        return fit(Arm.of(points))
+    except ValueError:
+        return None
+
+
 def saving_per_token(recompute: Sequence[CostPoint], fetch: Sequence[CostPoint]) -> float | None:
     """Seconds of prefill one fetched token saves on average, over the sizes that are fetched; None if not known.
 
     The fixed cost of fetching is spread over the mean size; that of computing is paid either way.
     """
-    if sum(p.count for p in fetch) < _ENOUGH or sum(p.count for p in recompute) < _ENOUGH:
-        return None
-    try:
-        line = fit(Arm.of(recompute))
-    except ValueError:
+    line = line_of(recompute)
+    if line is None or sum(p.count for p in fetch) < _ENOUGH:
         return None
     tokens = sum(p.tokens * p.count for p in fetch)
     seconds = sum(p.seconds * p.count for p in fetch)

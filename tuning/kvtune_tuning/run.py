@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from kvtune_telemetry.clock import Clock, SystemClock
 from kvtune_tuning.access import Access
-from kvtune_tuning.errors import NOT_ENOUGH_DATA, TuningError, UsageError
+from kvtune_tuning.errors import TuningError, UsageError
 
 DEFAULT_WINDOW_S = 3600.0
 """Window asked of Prometheus."""
@@ -101,6 +101,10 @@ def run_suggest(
     matchers: Sequence[str] = (),
     replica_labels: Sequence[str] = (),
     max_points: int | None = None,
+    roles: Sequence[str] = (),
+    ranks: int | None = None,
+    current_ttl: str | None = None,
+    current_threshold: int | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
     clock: Clock | None = None,
@@ -108,11 +112,13 @@ def run_suggest(
     """Run `kvtune suggest`; returns its exit code. Prints the document, also of a failure, whose message is on stderr.
 
     `interval` and `duration` are of live scrapes: 5 s and 60 s by default. `matchers`, `replica_labels` and
-    `max_points` (of one series in one query) are for Prometheus, `access` for both.
+    `max_points` (of one series in one query) are for Prometheus, `access` for both. `roles` (`prefill=PART`), `ranks`,
+    `current_ttl` and `current_threshold` state what a stock deployment does not expose.
     """
     from kvtune_tuning import document as documents
     from kvtune_tuning.api import suggest_series
     from kvtune_tuning.recording import without_secrets
+    from kvtune_tuning.stock import Stated
 
     out, err = stdout or sys.stdout, stderr or sys.stderr
     source: dict[str, Any] | None = None
@@ -141,6 +147,9 @@ def run_suggest(
         access = replace(access or Access(), timeout_s=seconds(timeout, "--timeout") if timeout else None)
         _no_misfits(given[0], access, matchers, replica_labels, max_points)
         window_s = seconds(window, "--window") if window else None
+        stated = Stated.of(
+            roles, ranks, seconds(current_ttl, "--current-ttl") if current_ttl else None, current_threshold
+        )
         every_s, total_s = _rhythm(interval, duration, DEFAULT_INTERVAL_S, DEFAULT_DURATION_S)
         if prometheus:
             source = {"kind": "prometheus", "where": [without_secrets(prometheus).partition("?")[0]]}
@@ -166,11 +175,11 @@ def run_suggest(
             from kvtune_tuning.frames import write_samples
 
             print(f"wrote {write_samples(series, samples)} samples to {samples}", file=err)
-        report = suggest_series(series, source, window_s=window_s, explain=explain, queries=queries)
+        report = suggest_series(series, source, window_s=window_s, explain=explain, queries=queries, stated=stated)
         code = documents.exit_code(report, signal_change=exit_code)
     except TuningError as error:
         report = documents.failed(error, source)
-        code = 2 if isinstance(error, UsageError) else 3 if error.code in NOT_ENOUGH_DATA else 1
+        code = 2 if isinstance(error, UsageError) else documents.exit_code(report)
         _tell(error, err)
     _print(report, output, out)
     return code

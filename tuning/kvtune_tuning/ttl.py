@@ -3,7 +3,9 @@
 Retained KV is shot noise: pins arrive with the ends of turns and stay for min(gap, TTL). Its mean follows from
 Little's law, its variance from Campbell's theorem. The longest TTL whose 99th percentile still fits the pool beside
 the active requests is the memory form; the TTL beyond which another second of holding costs more than the prefill it
-saves is the value form. Memory comes first: it is what turns into queueing.
+saves is the value form. Where the costs of prefill are known, the two sides of the matter are weighed in the user's own
+unit instead: a long TTL makes requests wait for room on decode, a short one makes prefill compute, and others queue
+behind it. The TTL with the least expected time to first token is the waiting form; it takes the memory form's place.
 """
 
 from __future__ import annotations
@@ -43,9 +45,36 @@ ENOUGH = 0.995
 """A TTL that reaches this share of the returns that were seen reaches all that matter."""
 NEVER_RETURNS = 0.005
 """Below this share of returning tokens, retention serves nobody."""
+WAITS_LONGER = 4.0
+"""Requests that find no room wait so many times longer than what does not fit at one moment would tell: the shortage
+lasts as long as retentions do, and meanwhile others queue up. 1 to 8 was seen in replays of agents' conversations."""
+MOSTLY_FITS_SIGMA = 1.0
+"""Retained and active KV must fit the pool up to so many standard deviations above the mean, five times of six."""
+SAME_S = 0.001
+"""Expected times to first token that differ by less are the same."""
+FULL = 0.98
+"""Prefill's utilisation beyond which its queue is only said to be very long."""
+MIN_GAIN_TTFT = 0.01
+"""A change must improve the expected time to first token by at least this share of the observed one."""
 _DRAWS = 200
 _LEAST_S = 1e-3
 """A break-even below a millisecond is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What prefill's time is made of. Rates are over all prefill engines."""
+
+    turns_per_s: float
+    prefill_engines: int
+    compute_base_s: float
+    compute_token_s: float
+    fetch_base_s: float
+    fetch_token_s: float
+    computed_mean: float
+    """Tokens computed for a turn, on average over the window."""
+    computed_square: float
+    """The mean of their squares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +111,8 @@ class TtlInputs:
     """Share of the tokens of in-time returns that were really fetched, 0 to 1."""
     ttft_followup_s: float | None
     """Observed mean TTFT of follow-up turns."""
+    costs: Costs | None = None
+    """None when they are not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +157,8 @@ class TtlAdvice:
     """How long a token may be held for what fetching it saves, at the scarcity used."""
     scarcity: float | None
     retry_after_s: float | None = None
+    waiting_s: float | None = None
+    """The TTL with the least expected time to first token; None when costs are not known."""
 
 
 def _grid(inputs: TtlInputs) -> Floats:
@@ -156,6 +189,72 @@ def memory_ttl(inputs: TtlInputs) -> float:
     # monotone in the TTL: the first that does not fit ends it
     fitting = len(grid) if fits.all() else int(np.argmin(fits))
     return float(grid[fitting - 1]) if fitting else 0.0
+
+
+def waiting_for_room(inputs: TtlInputs, ttl_s: Floats) -> Floats:
+    """Mean seconds a turn waits for room on decode at each TTL; zeros without a pool.
+
+    What does not fit, E[(demand - pool)+] for a normal demand, waits; by Little's law that is so much a turn.
+    """
+    if inputs.pool_tokens is None or inputs.token_rate <= 0:
+        return np.zeros_like(ttl_s)
+    mean, variance = pinned(inputs, ttl_s)
+    sigma = np.sqrt(np.maximum(variance + inputs.active_variance, 1e-9))
+    z = (inputs.pool_tokens - (inputs.active_mean or 0.0) - mean) / sigma
+    beyond = 0.5 * np.vectorize(math.erfc)(z / math.sqrt(2))
+    excess = sigma * (np.exp(-z * z / 2) / math.sqrt(2 * math.pi) - z * beyond)
+    return np.asarray(WAITS_LONGER * np.maximum(excess, 0.0) / inputs.token_rate, dtype=np.float64)
+
+
+def prefill_seconds(inputs: TtlInputs, costs: Costs, ttl_s: Floats) -> Floats:
+    """Mean seconds a turn spends with prefill at each TTL: in its queue (M/G/1), computing, reading back.
+
+    Less hits than at the TTL in force are so many tokens more to compute, with the spread that whole histories have.
+    """
+    usable, now = ttl_s - inputs.margin_s, np.asarray([inputs.current_s - inputs.margin_s])
+    tokens, squared = inputs.curves.tokens, inputs.curves.tokens_squared
+    mean_square = inputs.mean_tokens * inputs.token_squared_rate / max(inputs.token_rate, 1e-9)
+    lost = inputs.useful * inputs.mean_tokens * (tokens.at(usable) - tokens.at(now)[0])
+    lost_square = inputs.useful**2 * mean_square * (squared.at(usable) - squared.at(now)[0])
+    computed = np.maximum(costs.computed_mean + lost, 0.0)
+    square = np.maximum(costs.computed_square + lost_square, computed**2)
+    base, token = costs.compute_base_s, costs.compute_token_s
+    service = base + token * computed
+    service_square = base**2 + 2 * base * token * computed + token**2 * square
+    rate = costs.turns_per_s / costs.prefill_engines
+    busy = rate * service
+    idle = np.maximum(1.0 - busy, 1.0 - FULL)
+    # beyond that the queue grows for as long as the load lasts: longer, the fuller
+    queue = rate * service_square / (2 * idle) * np.maximum(1.0, busy / FULL) ** 4
+    hits, hit_tokens = 1.0 - inputs.curves.turns.at(usable), 1.0 - tokens.at(usable)
+    read = costs.fetch_base_s * hits + costs.fetch_token_s * inputs.useful * inputs.mean_tokens * hit_tokens
+    return np.asarray(queue + service + read, dtype=np.float64)
+
+
+def expected(inputs: TtlInputs, costs: Costs, ttl_s: Floats) -> Floats:
+    """Seconds of a turn's time to first token that depend on the TTL, at each TTL."""
+    return waiting_for_room(inputs, ttl_s) + prefill_seconds(inputs, costs, ttl_s)
+
+
+def waiting_ttl(inputs: TtlInputs, costs: Costs) -> float:
+    """The longest TTL (s) of the grid whose expected time to first token is the least, but for a millisecond.
+
+    Of those only whose demand fits the pool most of the time: what waits beyond that grows with the load's duration. 0
+    where holding nothing is best, or nothing fits.
+    """
+    grid = np.concatenate(([0.0], _grid(inputs)))
+    mean, variance = pinned(inputs, grid)
+    demand = (inputs.active_mean or 0.0) + mean + MOSTLY_FITS_SIGMA * np.sqrt(variance + inputs.active_variance)
+    grid = grid[(demand <= (inputs.pool_tokens or math.inf)) | (grid == 0.0)]
+    cost = expected(inputs, costs, grid)
+    return float(grid[np.flatnonzero(cost <= cost.min() + SAME_S)[-1]])
+
+
+def longest_good(inputs: TtlInputs) -> tuple[float, str]:
+    """The TTL that what is retained allows, and the name of the form that says so."""
+    if inputs.costs is None or inputs.pool_tokens is None:
+        return memory_ttl(inputs), "memory"
+    return waiting_ttl(inputs, inputs.costs), "waiting"
 
 
 def worth(inputs: TtlInputs, ttl_s: Floats, break_even_s: float) -> Floats:
@@ -263,7 +362,8 @@ def perturbed(curve: Survival, factors: Floats) -> Survival:
 
 
 def _interval(inputs: TtlInputs, cap_s: float) -> tuple[float, float] | None:
-    """90 % interval of min(memory TTL, cap) by resampling bucket counts and the rate of ends at their effective sizes.
+    """90 % interval of min(what retention allows, cap): bucket counts and the rate of ends resampled
+    at their effective sizes.
 
     None below 50 conversations. Seeded: the same inputs give the same interval.
     """
@@ -287,7 +387,7 @@ def _interval(inputs: TtlInputs, cap_s: float) -> tuple[float, float] | None:
             token_rate=inputs.token_rate * rate,
             token_squared_rate=inputs.token_squared_rate * rate,
         )
-        found.append(min(max(memory_ttl(draw), MIN_TTL_S), cap_s))
+        found.append(min(max(longest_good(draw)[0], MIN_TTL_S), cap_s))
     low, high = np.quantile(found, (0.05, 0.95))
     return float(low), float(high)
 
@@ -346,13 +446,17 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
         )
     pressed = under_pressure(inputs)
     memory = memory_ttl(inputs)
+    fit, form = longest_good(inputs)
     price = scarcity(inputs)
     # Once what is pinned fits, the pool is no longer scarce: the value form is asked at the scarcity after the change.
-    after = SCARCITY_FLOOR if memory >= MIN_TTL_S else max(price, SCARCITY_FLOOR)
+    after = SCARCITY_FLOOR if fit >= MIN_TTL_S else max(price, SCARCITY_FLOOR)
     break_even = _break_even(inputs, after)
     value, _ = _value_ttl(inputs, break_even)
     reach = reach_ttl(inputs)
-    base = replace(blank, memory_s=memory, value_s=value, break_even_s=break_even, scarcity=after)
+    base = replace(
+        blank, memory_s=memory, waiting_s=fit if form == "waiting" else None, value_s=value, break_even_s=break_even,
+        scarcity=after,
+    )  # fmt: skip
 
     now = row(inputs, current)
     usage = f"P99 usage {100 * inputs.usage_p99:.0f} %"
@@ -375,50 +479,50 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
         )
 
     if pressed:
-        best = _best_that_fits(inputs, memory, after)
+        best = _best_that_fits(inputs, fit, after)
         # Returns that could not be seen yet could still pay, unless a fetch costs more than it saves.
         if best is not None and best <= 0 and (observed or best == -math.inf):
             never = 100 * float(inputs.curves.turns.values[-1])
             why = (
                 f"not even {MIN_TTL_S:g} s of retention fits, nor does it save more than it costs"
-                if memory < MIN_TTL_S
+                if fit < MIN_TTL_S
                 else "no TTL that fits saves more than it costs"
             )
             return replace(
-                base, status="off", reason_code="does_not_pay", rows=_rows(inputs, memory), uncapped=0.0,
-                clamped_by=("memory", "floor") if memory < MIN_TTL_S else (),
+                base, status="off", reason_code="does_not_pay", rows=_rows(inputs, fit), uncapped=0.0,
+                clamped_by=(form, "floor") if fit < MIN_TTL_S else (),
                 reason=f"switch retention off: the pool is short ({short}), and {why} "
                 f"({never:.0f} % of turns have no return within {inputs.curves.horizon_s:.0f} s)",
             )  # fmt: skip
-    if memory < MIN_TTL_S:
+    if fit < MIN_TTL_S:
         # The shortest TTL worth having does not fit: nothing is recommended in its place.
-        clamps_at_floor = ("memory", "floor")
-        if not pressed and memory < current:
-            return no_pressure(memory, clamps_at_floor)
+        clamps_at_floor = (form, "floor")
+        if not pressed and fit < current:
+            return no_pressure(fit, clamps_at_floor)
         if not pressed:
             return keep(
                 "floor_does_not_fit",
-                f"the model lets {digits(memory)} s fit the pool, and less than {MIN_TTL_S:g} s is not worth a change "
+                f"the model lets {digits(fit)} s fit the pool, and less than {MIN_TTL_S:g} s is not worth a change "
                 f"({usage})",
-                memory,
+                fit,
                 clamps_at_floor,
             )
-        if memory < current and inputs.starved:
+        if fit < current and inputs.starved:
             return replace(
-                base, status="off", reason_code="does_not_fit", rows=_rows(inputs, memory), uncapped=memory,
+                base, status="off", reason_code="does_not_fit", rows=_rows(inputs, fit), uncapped=fit,
                 clamped_by=clamps_at_floor,
                 reason=f"switch retention off, or give decode more KV: {short}, and the model lets only "
-                f"{digits(memory)} s fit; less than {MIN_TTL_S:g} s is not worth having",
+                f"{digits(fit)} s fit; less than {MIN_TTL_S:g} s is not worth having",
             )  # fmt: skip
-        if memory < current:
+        if fit < current:
             return keep(
                 "floor_does_not_fit",
                 f"the pool is short ({short}), but not even {MIN_TTL_S:g} s fit, the shortest TTL worth having; give "
                 "decode more KV, or switch retention off once requests wait",
-                memory,
+                fit,
                 clamps_at_floor,
             )
-    bounds = {"memory": memory}
+    bounds = {form: fit}
     if observed or not pressed:
         # What lies beyond the longest observable pause is no ground for a shorter TTL.
         bounds["reach"] = reach
@@ -435,13 +539,13 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
     if target >= MAX_TTL_S and target > current:
         target, clamps = MAX_TTL_S, [*clamps, "ceiling"]
     if not pressed and target <= current:
-        if memory < current:
+        if fit < current:
             return no_pressure(uncapped)
         return keep("pool_slack", f"the pool has room ({usage}) and a longer TTL would gain nothing", uncapped)
     if pressed and max(target, uncapped) >= current:
         return keep(
             "pressure_not_from_retention",
-            f"the pool is short ({short}), but by the model what is retained fits up to {digits(memory)} s; look at "
+            f"the pool is short ({short}), but by the model what is retained {_allows(form, fit)}; look at "
             "the active requests",
             uncapped,
         )
@@ -453,6 +557,13 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
     if abs(target - current) < MIN_CHANGE * current:
         return keep(
             "change_too_small", f"{target:.0f} s would be best, less than {100 * MIN_CHANGE:.0f} % away", uncapped
+        )
+    saved = _saved(inputs, current, target)
+    if saved is not None and saved < MIN_GAIN_TTFT * (inputs.ttft_followup_s or 0.0):
+        return keep(
+            "gain_too_small",
+            f"{target:.0f} s would change the expected time to first token by {1000 * -saved:+.0f} ms only",
+            uncapped,
         )
     then = row(inputs, target)
     if target > current:
@@ -472,8 +583,10 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
         )
     else:
         code = "pool_pressure"
+        needs = f"P99 of retained and active KV would need {100 * (now.pool_share_p99 or 0.0):.0f} % of the pool"
         why = {
-            "memory": f"P99 of retained and active KV would need {100 * (now.pool_share_p99 or 0.0):.0f} % of the pool",
+            "memory": needs,
+            "waiting": f"{needs}, and waiting for room costs more than late returns save",
             "reach": f"the pool is short and all but {100 * (1 - ENOUGH):.1g} % of the returns come sooner",
             "value": "the pool is short and holding on costs more than late returns save",
         }[binding]
@@ -481,13 +594,25 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
             f"{digits(current)} -> {target:.0f} s: {why}, at {inputs.ends / inputs.window_s:.2f} turns/s; "
             f"turns reused {100 * now.hit_ratio:.1f} -> {100 * then.hit_ratio:.1f} %"
         )
-    cap = min((v for k, v in bounds.items() if k != "memory"), default=MAX_TTL_S)
-    interval = _interval(inputs, max(MIN_TTL_S, cap)) if binding == "memory" else None
+    cap = min((v for k, v in bounds.items() if k != form), default=MAX_TTL_S)
+    interval = _interval(inputs, max(MIN_TTL_S, cap)) if binding == form else None
     return replace(
         base, status="change", recommended=target, uncapped=uncapped, clamped_by=tuple(clamps), reason_code=code,
         reason=reason, interval=interval and (min(interval[0], target), max(interval[1], target)),
         rows=_rows(inputs, target),
     )  # fmt: skip
+
+
+def _allows(form: str, ttl_s: float) -> str:
+    return f"fits up to {digits(ttl_s)} s" if form == "memory" else f"is best held for {digits(ttl_s)} s or longer"
+
+
+def _saved(inputs: TtlInputs, current_s: float, target_s: float) -> float | None:
+    """By how much a change improves the expected time to first token (s); None when costs are not known."""
+    if inputs.costs is None:
+        return None
+    before, after = expected(inputs, inputs.costs, np.asarray([current_s, target_s]))
+    return float(before - after)
 
 
 def _best_that_fits(inputs: TtlInputs, memory_s: float, price: float) -> float | None:

@@ -114,6 +114,7 @@ class ObservedDeployment:
         self._vllm["prefill"].prefill.observe(seconds)
         self._vllm["prefill"].prompt_source["local_compute"].inc(tokens)
         self._vllm["prefill"].success["length"].inc()
+        self._vllm["prefill"].generation_tokens.inc()
 
     def served(self, outcome: Outcome, followup: bool, ttft_s: float) -> None:
         """A turn's first token left."""
@@ -124,10 +125,13 @@ class ObservedDeployment:
         )
         self._vllm["decode"].ttft.observe(ttft_s)
 
-    def ended(self, tokens: int) -> None:
+    def ended(self, prompt: int, output: int) -> None:
         """A turn was answered to its end."""
-        self._routed(events.TurnCouldReturn(tokens))
-        self._vllm["decode"].success["stop"].inc()
+        self._routed(events.TurnCouldReturn(prompt + output))
+        vllm = self._vllm["decode"]
+        vllm.success["stop"].inc()
+        vllm.prompt_tokens.inc(prompt)
+        vllm.generation_tokens.inc(output)
 
     def retained(self, tokens: int) -> None:
         """Decode keeps a sequence."""

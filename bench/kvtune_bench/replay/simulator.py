@@ -53,7 +53,7 @@ class Observer(Protocol):
     def served(self, outcome: Outcome, followup: bool, ttft_s: float) -> None:
         """A turn's first token left."""
 
-    def ended(self, tokens: int) -> None:
+    def ended(self, prompt: int, output: int) -> None:
         """A turn was answered to its end."""
 
     def retained(self, tokens: int) -> None:
@@ -377,7 +377,7 @@ class Replay:
         hold_s = self._setting.hold_s(turn)
         observer = self._observer
         if observer is not None:
-            observer.ended(tokens)
+            observer.ended(turn.prompt_tokens, turn.output_tokens)
         talk.ended_s, talk.index = self._now, talk.index + 1
         if hold_s > 0:
             talk.pin = pin = _Pin(tokens, self._now, self._now + hold_s)

@@ -15,7 +15,7 @@ from kvtune_telemetry.catalogue import BY_NAME
 from kvtune_telemetry.clock import ScaledClock, SystemClock
 from kvtune_tuning.api import suggest_snapshots
 from kvtune_tuning.document import exit_code, schema
-from kvtune_tuning.errors import TuningError, UsageError
+from kvtune_tuning.errors import NOT_ENOUGH_DATA, TuningError, UsageError
 from kvtune_tuning.exposition import check_known, parse
 from kvtune_tuning.names import CATALOGUED, VLLM
 from kvtune_tuning.recording import SnapshotWriter, names_of, normalise, record, target_name
@@ -89,7 +89,7 @@ def test_an_empty_page_is_an_exposition_without_samples() -> None:
 def failed(document: dict, code: str) -> dict:
     jsonschema.validate(document, schema())
     assert document["error"]["code"] == code, document["error"]
-    assert exit_code(document) == 1
+    assert exit_code(document) == (3 if code in NOT_ENOUGH_DATA else 1)
     return document["error"]
 
 
