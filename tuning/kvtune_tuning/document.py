@@ -349,7 +349,8 @@ def _waiting(evidence: Evidence, advice: ttl.TtlAdvice) -> str:
         return "the costs of prefill are not known: the memory form decides"
     return (
         f"{costs.turns_per_s:.3g} turns/s on {costs.prefill_engines} prefill engine(s), {costs.computed_mean:.0f} "
-        f"tokens computed a turn; waiting TTL {_number(advice.waiting_s, ' s')}"
+        f"tokens computed a turn; demand is taken to be {evidence.facts['demand_factor']:.2f} times what was served, "
+        f"as waiting for room slows conversations; waiting TTL {_number(advice.waiting_s, ' s')}"
     )
 
 

@@ -206,6 +206,7 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
         ttft_followup_s=ttft,
         costs=_costs(series, recompute, fetch, window, sum(role == Role.PREFILL for role in roles.values())),
     )
+    ttl_inputs, held_back = ttl.unhindered(ttl_inputs, _pause(series))
     threshold_inputs = threshold.ThresholdInputs(
         current=threshold_setting.value,
         window_s=window,
@@ -297,6 +298,7 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
         "retained_tokens_predicted": held_predicted,
         "kappa": kappa,
         "holdout_ratio": _holdout(series),
+        "demand_factor": held_back,
         "useful_share": useful if useful_known else None,
         "saving_us_per_token": None if saving is None else 1e6 * saving,
         "ttft_followup_mean_s": ttft,
@@ -703,6 +705,12 @@ def _ttft(series: SeriesSet) -> float | None:
 
     total = series.increase("kvtune_turn_ttft_seconds_sum", answered, turn="followup")
     count = series.increase("kvtune_turn_ttft_seconds_count", answered, turn="followup")
+    return total / count if total is not None and count else None
+
+
+def _pause(series: SeriesSet) -> float | None:
+    """Mean pause between a turn's end and the next turn (s)."""
+    total, count = (series.increase(f"kvtune_turn_gap_seconds_{part}") for part in ("sum", "count"))
     return total / count if total is not None and count else None
 
 

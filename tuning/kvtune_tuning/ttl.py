@@ -50,6 +50,8 @@ WAITS_LONGER = 4.0
 lasts as long as retentions do, and meanwhile others queue up. 1 to 8 was seen in replays of agents' conversations."""
 MOSTLY_FITS_SIGMA = 1.0
 """Retained and active KV must fit the pool up to so many standard deviations above the mean, five times of six."""
+MOST_HELD_BACK = 2.0
+"""Waiting is never taken to hold back more than every other turn."""
 SAME_S = 0.001
 """Expected times to first token that differ by less are the same."""
 FULL = 0.98
@@ -234,6 +236,25 @@ def prefill_seconds(inputs: TtlInputs, costs: Costs, ttl_s: Floats) -> Floats:
 def expected(inputs: TtlInputs, costs: Costs, ttl_s: Floats) -> Floats:
     """Seconds of a turn's time to first token that depend on the TTL, at each TTL."""
     return waiting_for_room(inputs, ttl_s) + prefill_seconds(inputs, costs, ttl_s)
+
+
+def unhindered(inputs: TtlInputs, pause_s: float | None) -> tuple[TtlInputs, float]:
+    """The inputs at the rate of turns that would come if none had to wait for room, and the factor it was raised by.
+
+    Conversations go round: a turn, a pause (`pause_s` on average), the next turn. What they wait for room slows them,
+    so that a crowded pool sees less demand than there is.
+    """
+    if not inputs.starved or inputs.costs is None or inputs.ttft_followup_s is None or not pause_s:
+        return inputs, 1.0
+    prefill = float(prefill_seconds(inputs, inputs.costs, np.asarray([inputs.current_s]))[0])
+    waited = max(0.0, inputs.ttft_followup_s - prefill)
+    factor = min(MOST_HELD_BACK, 1.0 + waited / (pause_s + prefill))
+    return replace(
+        inputs,
+        token_rate=inputs.token_rate * factor,
+        token_squared_rate=inputs.token_squared_rate * factor,
+        costs=replace(inputs.costs, turns_per_s=inputs.costs.turns_per_s * factor),
+    ), factor
 
 
 def waiting_ttl(inputs: TtlInputs, costs: Costs) -> float:

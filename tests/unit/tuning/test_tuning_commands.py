@@ -217,7 +217,8 @@ def test_help_groups_its_options() -> None:
     shown = CliRunner().invoke(grouped, ["--help"], env={"COLUMNS": "80"}).stdout
     titles = [line for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert titles == [
-        "Options:", "Reading Prometheus:", "Access to servers (--prometheus, --scrape):", "Live scrapes:",
+        "Options:", "Reading Prometheus:", "What engines without kvtune do not say:",
+        "Access to servers (--prometheus, --scrape):", "Live scrapes:",
     ]  # fmt: skip
     assert max(map(len, shown.splitlines())) <= 80
     assert shown.index("--samples") < shown.index("--matcher") < shown.index("--ca-file") < shown.index("--interval")

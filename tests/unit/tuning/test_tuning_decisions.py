@@ -475,3 +475,61 @@ def test_splitting_a_class_loses_nothing(low: float, ratio: float, where: float,
     under_share, over_share, under, over = threshold._split(sizes, np.array([tau]))
     assert under_share[0] + over_share[0] == pytest.approx(1.0)
     assert under_share[0] * under[0] + over_share[0] * over[0] == pytest.approx(mean, rel=1e-6)
+
+
+# --- the waiting form -----------------------------------------------------------------------------------------------
+
+COSTS = ttl.Costs(
+    turns_per_s=1.0, prefill_engines=1, compute_base_s=0.1, compute_token_s=27e-6, fetch_base_s=0.02,
+    fetch_token_s=4.5e-6, computed_mean=2000.0, computed_square=8e6,
+)  # fmt: skip
+
+
+def test_waiting_for_room_is_the_mean_excess_by_littles_law() -> None:
+    one = inputs(pool_tokens=2_500_000.0, active_variance=0.0)
+    mean, variance = (float(v[0]) for v in ttl.pinned(one, np.array([480.0])))
+    draws = np.random.default_rng(1).normal(mean + one.active_mean, math.sqrt(variance), 2_000_000)
+    excess = np.maximum(draws - one.pool_tokens, 0.0).mean()
+    got = ttl.waiting_for_room(one, np.array([480.0]))[0]
+    assert got == pytest.approx(ttl.WAITS_LONGER * excess / one.token_rate, rel=0.02)
+    assert ttl.waiting_for_room(replace(one, pool_tokens=1e9), np.array([480.0]))[0] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_prefills_queue_is_pollaczek_khinchine_and_its_time_that_of_the_misses() -> None:
+    one = inputs(costs=COSTS)
+    service, square = 0.1 + 27e-6 * 2000, 0.1**2 + 2 * 0.1 * 27e-6 * 2000 + 27e-6**2 * 8e6
+    in_time = 1 - float(one.curves.tokens.at(np.array([475.0]))[0])
+    read = 0.02 * in_time + 4.5e-6 * 40_000 * in_time
+    now = ttl.prefill_seconds(one, COSTS, np.array([480.0]))[0]
+    assert now == pytest.approx(square / (2 * (1 - service)) + service + read)
+    off = ttl.prefill_seconds(replace(one, costs=replace(COSTS, turns_per_s=1e-9)), COSTS, np.array([0.0]))[0]
+    lost = in_time * 40_000 * 27e-6
+    assert off > service + lost
+
+
+def test_the_waiting_form_trades_room_for_prefill() -> None:
+    def best(**changes: object) -> float:
+        one = inputs(costs=COSTS, **changes)
+        return ttl.waiting_ttl(one, one.costs)
+
+    assert best() == ttl.MAX_TTL_S, "with room there is no reason to let go"
+    tight = best(pool_tokens=2_200_000.0)
+    tighter = best(pool_tokens=1_500_000.0)
+    assert 0 < tighter < tight < 480
+    dear = replace(COSTS, compute_token_s=100e-6, turns_per_s=0.2)
+    cheap = replace(COSTS, compute_token_s=6e-6, turns_per_s=0.2)
+    one = inputs(pool_tokens=1_800_000.0)
+    assert ttl.waiting_ttl(one, cheap) <= ttl.waiting_ttl(one, dear)
+    assert best(pool_tokens=150_000.0) == 0.0
+
+
+def test_waiting_slows_conversations_and_hides_demand() -> None:
+    one = inputs(costs=COSTS, starved=True, ttft_followup_s=60.0)
+    prefill = float(ttl.prefill_seconds(one, COSTS, np.array([480.0]))[0])
+    more, factor = ttl.unhindered(one, 150.0)
+    assert factor == pytest.approx(1 + (60 - prefill) / (150 + prefill))
+    assert more.token_rate == pytest.approx(one.token_rate * factor)
+    assert more.costs is not None and more.costs.turns_per_s == pytest.approx(factor)
+    assert ttl.unhindered(replace(one, ttft_followup_s=1e6), 150.0)[1] == ttl.MOST_HELD_BACK
+    for changed in (replace(one, starved=False), replace(one, costs=None), replace(one, ttft_followup_s=None)):
+        assert ttl.unhindered(changed, 150.0) == (changed, 1.0)
