@@ -9,8 +9,9 @@ it is computation. What is compared:
   pulled from prefill, nothing on its way: the ordinary step. Once with stock `NixlConnector`, once with ours. The
   difference of two such steps is small beside their noise, so the connector's part of them is also called by itself.
 * The worker's part of such a step with vLLM's own methods; only NIXL is absent.
-* vLLM's own chat completion stream, a chunk of a disaggregated request, as it is and as the plug-in extends it. What
-  vLLM does for a chunk before (detokenise, cross processes) and after (HTTP) is left out, so shares are upper bounds.
+* vLLM's own chat completion stream, a chunk of a disaggregated request, as it is and as the plug-in extends it: its
+  making alone, and as it is served by uvicorn to a client. What vLLM does for a chunk before that (detokenise, cross
+  processes) is left out of both, so shares are upper bounds.
 
 "added" is the median of the differences of neighbours, in brackets their quartiles. Its shares are of the stock step
 (the connector's part: of the whole stock step; the others: of the stock figure in their line) and of a decode step of
@@ -19,10 +20,12 @@ it is computation. What is compared:
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
 import queue
+import socket
 import statistics
 import tempfile
 import threading
@@ -38,6 +41,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 BLOCK = 16
 RUNNING = 256
 STEPS, PARTS = 600, 400
+STREAMS, SERVED = 60, 1000
+"""Streams that are served, and chunks of each."""
 CALLS = 50
 """What is too short for the clock is called so often for one time."""
 WARM_UP = 0.1
@@ -237,8 +242,8 @@ def worker_step(*, ours: bool) -> Timed:
 # --- the stream -----------------------------------------------------------------------------------------------------
 
 
-def chunk_of_a_stream() -> tuple[Timed, Timed]:
-    """(stock, ours): a chunk of a stream."""
+def streams() -> Callable[[bool, int, bool], AsyncIterator[str]]:
+    """Makes a stream of so many chunks, ours or stock; waiting for each of the engine's outputs, or not."""
     from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -263,19 +268,32 @@ def chunk_of_a_stream() -> tuple[Timed, Timed]:
             "r", None, [1, 2, 3], None, [told], last, kv_transfer_params=params if last else None
         )  # fmt: skip
 
-    async def engine(chunks: int) -> AsyncIterator[RequestOutput]:
+    async def engine(chunks: int, waiting: bool) -> AsyncIterator[RequestOutput]:
         word = result(1, False)
         for _ in range(chunks):
+            if waiting:
+                await asyncio.sleep(0)
             yield word
         yield result(2, True)
 
     stock = OpenAIServingChat.chat_completion_stream_generator
     stock = getattr(stock, "__wrapped__", stock)
 
-    def stream(generator: Any, chunks: int) -> Callable[[], str]:
-        """Calls for one chunk after another. Nothing in it waits, so that it needs no event loop."""
+    def make(ours: bool, chunks: int, waiting: bool) -> AsyncIterator[str]:
         about = RequestResponseMetadata(request_id="r")
-        found = generator(serving, request, engine(chunks), "r", "m", [], None, about)
+        generator = extended(stock) if ours else stock
+        return generator(serving, request, engine(chunks, waiting), "r", "m", [], None, about)
+
+    return make
+
+
+def chunk_of_a_stream() -> tuple[Timed, Timed]:
+    """(stock, ours): a chunk of a stream, its making alone."""
+    make = streams()
+
+    def pulls(ours: bool, chunks: int) -> Callable[[], str]:
+        """Calls for one chunk after another. Nothing in it waits, so that it needs no event loop."""
+        found = make(ours, chunks, False)
 
         def pull() -> str:
             try:
@@ -286,12 +304,56 @@ def chunk_of_a_stream() -> tuple[Timed, Timed]:
 
         return pull
 
-    for generator, carried in ((stock, False), (extended(stock), True)):
+    for ours in (False, True):
         # A role, two words, one that is the last.
-        pieces = [pull() for pull in [stream(generator, 2)] for _ in range(4)]
-        assert ["remote_engine_id" in piece for piece in pieces] == [False, False, False, carried], pieces
+        pieces = [pull() for pull in [pulls(ours, 2)] for _ in range(4)]
+        assert ["remote_engine_id" in piece for piece in pieces] == [False, False, False, ours], pieces
     endless = PARTS * CALLS * 2
-    return repeated(stream(stock, endless)), repeated(stream(extended(stock), endless))
+    return repeated(pulls(False, endless)), repeated(pulls(True, endless))
+
+
+@contextmanager
+def served_chunk() -> Iterator[tuple[Timed, Timed]]:
+    """(stock, ours): a chunk as it is served, by the web server vLLM uses, to a client on loopback."""
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.responses import StreamingResponse
+    from starlette.routing import Route
+
+    make = streams()
+
+    async def answer(request: Any) -> StreamingResponse:
+        return StreamingResponse(
+            make(request.path_params["which"] == "ours", SERVED, True), media_type="text/event-stream"
+        )
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(
+            uvicorn.Config(Starlette(routes=[Route("/{which}", answer)]), log_level="error", access_log=False)
+        )
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        assert thread.ident is not None
+        clock = time.pthread_getcpuclockid(thread.ident)
+        address = listener.getsockname()
+
+        def timed(which: str) -> Timed:
+            def once() -> float:
+                begun = time.clock_gettime(clock)
+                with socket.create_connection(address) as client:
+                    client.sendall(f"GET /{which} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+                    while client.recv(65536):
+                        pass
+                return (time.clock_gettime(clock) - begun) / SERVED * 1e6
+
+            return once
+
+        yield timed("stock"), timed("ours")
+        server.should_exit = True
+        thread.join(timeout=10)
 
 
 @contextmanager
@@ -324,12 +386,15 @@ def main() -> None:
     part = in_turn(stock[1], ours[1], PARTS)
     worker = in_turn(worker_step(ours=False), worker_step(ours=True), PARTS)
     chunk = in_turn(*chunk_of_a_stream(), PARTS)
+    with served_chunk() as sides:
+        served = in_turn(*sides, STREAMS)
     print(f"{'microseconds of CPU, medians':30}{'stock':>10}{'kvtune':>10}{'added':>10}  {'quartiles':18}", end="")
     print(f"{'of stock':>10}{'of 10 ms':>12}{'pairs':>8}")
     print(row(f"scheduler step, {RUNNING} running", step))
     print(row("  the connector's part of it", part, statistics.median(one for one, _ in step)))
     print(row("worker's part, idle", worker))
-    print(row("streamed chunk", chunk))
+    print(row("streamed chunk, its making", chunk))
+    print(row("streamed chunk, served", served))
 
 
 if __name__ == "__main__":

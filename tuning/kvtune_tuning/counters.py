@@ -64,5 +64,16 @@ def summed(gauges: list[Series], times: Floats) -> Floats:
     total = np.zeros_like(times)
     for one in gauges:
         index = np.searchsorted(one.times, times, side="right") - 1
-        total += np.where(index >= 0, one.values[np.maximum(index, 0)], 0.0)
+        # what is gone holds nothing; a sample or two may be late
+        gone = one.times[-1] + 2.5 * (float(np.median(np.diff(one.times))) if len(one.times) > 1 else 0.0)
+        total += np.where((index >= 0) & (times <= gone), one.values[np.maximum(index, 0)], 0.0)
     return total
+
+
+def lives(scrapes: dict[str, Floats], start_s: float, end_s: float) -> dict[str, float]:
+    """The share of the window in which each target was there, 0 to 1: pods come and go."""
+    found = {}
+    for target, times in scrapes.items():
+        usual = float(np.median(np.diff(times))) if len(times) > 1 else 0.0
+        found[target] = min(1.0, (float(times[-1] - times[0]) + usual) / max(1e-9, end_s - start_s))
+    return found

@@ -13,7 +13,7 @@ from kvtune_connector.policy import DEFAULT_THRESHOLD_TOKENS, DEFAULT_TTL_S, EXP
 from kvtune_telemetry.buckets import GAP_SECONDS, SIZE_EDGES
 from kvtune_telemetry.vocabulary import Decision, End, Outcome, Path, Reason, Role
 from kvtune_tuning import stock, threshold, ttl
-from kvtune_tuning.counters import Ended, steps, stretches, summed
+from kvtune_tuning.counters import Ended, lives, steps, stretches, summed
 from kvtune_tuning.errors import TuningError
 from kvtune_tuning.gaps import GapCurves, Survival, mean_held, survival
 from kvtune_tuning.lines import CostPoint, line_of, saving_per_token
@@ -109,6 +109,8 @@ class _Pools:
     targets: tuple[str, ...]
     tokens: dict[str, float]
     shares: dict[str, float]
+    total: float
+    """Tokens of all pools together, on average over the window."""
 
     def tightest(self) -> str | None:
         """The engine with the least room for its share."""
@@ -160,8 +162,15 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
         series, "kv_recompute_threshold", Role.PREFILL, float(DEFAULT_THRESHOLD_TOKENS), stated.threshold
     )
     margin = _setting(series, "expiry_margin_seconds", Role.PREFILL, EXPIRY_MARGIN_S)
-    pools = _pools(series, roles)
+    life = lives(series.scrapes, start, end)
+    pools = _pools(series, roles, life)
     window = max(1e-9, end - start)
+
+    def engines_of(role: Role) -> int:
+        return (
+            max(1, round(sum(life.get(t, 1.0) for t, r in roles.items() if r == role))) if role in roles.values() else 0
+        )
+
     turns = (
         _from_router(series, window) if routers
         else _from_vllm(series, set(pools.targets), window) if blind
@@ -204,7 +213,7 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
         saving_s_per_token=saving,
         useful=useful,
         ttft_followup_s=ttft,
-        costs=_costs(series, recompute, fetch, window, sum(role == Role.PREFILL for role in roles.values())),
+        costs=_costs(series, recompute, fetch, window, engines_of(Role.PREFILL)),
     )
     ttl_inputs, held_back = ttl.unhindered(ttl_inputs, _pause(series))
     threshold_inputs = threshold.ThresholdInputs(
@@ -288,7 +297,7 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
         },
         "pool_tokens": pool,
         "pools_differ": len({pools.tokens.get(t) for t in pools.targets}) > 1,
-        "decode_engines": len(pools.targets),
+        "decode_engines": engines_of(Role.DECODE),
         "kv_usage_p99": usage.p99,
         "active_tokens_mean": usage.active_mean,
         "active_tokens_sd": math.sqrt(usage.active_variance),
@@ -442,7 +451,8 @@ def _stated(setting: Setting) -> dict[str, object]:
     return {"value": setting.value, "assumed": setting.assumed}
 
 
-def _pools(series: SeriesSet, roles: dict[str, str]) -> _Pools:
+def _pools(series: SeriesSet, roles: dict[str, str], life: dict[str, float]) -> _Pools:
+    """Pools and shares; a share is that of the retention in the time the engine was there."""
     targets = tuple(sorted(t for t, role in roles.items() if role == Role.DECODE))
     tokens: dict[str, float] = {}
     for target in targets:
@@ -459,8 +469,12 @@ def _pools(series: SeriesSet, roles: dict[str, str]) -> _Pools:
     flows = series.named("kvtune_retention_tokens_total") or stock.pinned(series, set(targets))
     retained = {t: sum(s.increase() for s in flows if s.target == t) for t in targets}
     total = sum(retained.values())
-    shares = {t: retained[t] / total if total > 0 else 1.0 / len(targets) for t in targets}
-    return _Pools(targets, tokens, shares)
+    alive = sum(life.get(t, 1.0) for t in targets)
+    shares = {
+        t: min(1.0, retained[t] / max(1e-9, life.get(t, 1.0)) / total) if total > 0 else 1.0 / max(1.0, alive)
+        for t in targets
+    }
+    return _Pools(targets, tokens, shares, sum(tokens.get(t, 0.0) * life.get(t, 1.0) for t in targets))
 
 
 def _capacity(info: Series) -> float:
@@ -565,13 +579,15 @@ def _kappa(
     gauges = [s for s in series.named("kvtune_retained_tokens") if s.target in pools.targets]
     if not gauges:
         return None, None, None
-    first = max(float(s.times[0]) for s in gauges)
+    begun = min(float(s.times[0]) for s in gauges)
+    usual = _interval(series) or 0.0
+    # from when all that were there at the start had been scraped; what comes later held nothing before
+    first = max(float(s.times[0]) for s in gauges if s.times[0] <= begun + 2.5 * usual)
     times = np.unique(np.concatenate([s.times for s in gauges]))
     times = times[times >= first]
     observed = float(summed(gauges, times).mean())
     predicted = float(mean_held(curve, ended.by, times, ttl_s).mean())
-    pool = sum(pools.tokens.values())
-    if not predicted > MIN_PREDICTED_SHARE * pool or observed <= 0:
+    if not predicted > MIN_PREDICTED_SHARE * pools.total or observed <= 0:
         return None, observed, predicted
     return min(max(observed / predicted, KAPPA_RANGE[0]), KAPPA_RANGE[1]), observed, predicted
 

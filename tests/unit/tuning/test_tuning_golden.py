@@ -390,6 +390,22 @@ def test_a_restarted_deployment_is_still_advised(snapshots: Snapshots) -> None:
     assert "restarts" in codes(document)
 
 
+def test_a_pod_that_takes_anothers_place_is_one_engine(snapshots: Snapshots, tmp_path: Path) -> None:
+    restarted = snapshots(**PRESSED, restart_at=1830.0)
+    for file in restarted.iterdir():
+        ms, _, target = file.name.partition("-")
+        later = int(ms) / 1000 > 1_700_000_000 + 1830
+        name = target.replace(".prom", "-b.prom") if later and target in ("d.prom", "p.prom") else target
+        (tmp_path / f"{ms}-{name}").write_bytes(file.read_bytes())
+    one, other = advice(restarted), advice(tmp_path)
+    assert other["evidence"]["targets"]["decode"] == ["d", "d-b"]
+    assert other["evidence"]["decode_engines"] == one["evidence"]["decode_engines"] == 1
+    for name in ("kappa", "retained_tokens_mean", "pool_tokens"):
+        assert other["evidence"][name] == pytest.approx(one["evidence"][name], rel=0.15), name
+    assert ttl(other)["status"] == "change"
+    assert ttl(other)["recommended"] == pytest.approx(ttl(one)["recommended"], abs=25)
+
+
 @pytest.mark.parametrize(
     ("world", "status", "code"),
     [
