@@ -10,7 +10,9 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 from loguru import logger
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.v1.request import RequestStatus
 
@@ -67,11 +69,11 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
     """A stock pull scheduler that reads only what it can prove, never waits for what will not come, and keeps books."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, settings: ConnectorSettings) -> None:
-        super().__init__(vllm_config, engine_id, kv_cache_config)
+        process = uuid.uuid4().hex
+        super().__init__(vllm_config, engine_id_of_process(engine_id, process[:8]), kv_cache_config)
         self.decoder_kv_blocks_ttl: float
         self.settings = settings
-        # The engine id may be configured and survive a restart; with data parallelism it names the rank.
-        self.incarnation = f"{engine_id}:{uuid.uuid4().hex}"
+        self.incarnation = f"{self.engine_id}:{process}"
         self._prefills: dict[str, _Prefill] = {}
         # Prefills that have not been scheduled yet: a step looks at these, not at all that runs.
         self._to_compute: set[str] = set()
@@ -91,6 +93,16 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
             # Read by vLLM's scheduler after this: a failed read costs a prefill, never the turn.
             logger.info("kv_load_failure_policy is {}: kvtune recomputes instead", config.kv_load_failure_policy)
             config.kv_load_failure_policy = "recompute"
+
+    def set_xfer_handshake_metadata(self, metadata: Any) -> None:
+        """Shake hands under the id of this process: vLLM's reader refuses a partner of another name."""
+        super().set_xfer_handshake_metadata({rank: renamed(told, self.engine_id) for rank, told in metadata.items()})
+
+    def on_new_request(self, request: Any) -> None:
+        """What a client sends is believed by vLLM without a look: take out what would stop the engine."""
+        if request.kv_transfer_params is not None:
+            request.kv_transfer_params = wire.sanitized(request.kv_transfer_params)
+        super().on_new_request(request)
 
     # --- P: the decision --------------------------------------------------------------------------------------------
 
@@ -130,6 +142,9 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         if not params.get("remote_block_ids") or any(params.get(name) is None for name in _REQUIRED):
             return None
         tokens = params.get("remote_num_tokens") or 0
+        if not self._tail_only(params) and len(params["remote_block_ids"][0]) != -(-tokens // self._block_of(params)):
+            # Not the blocks of so many tokens: vLLM would take the last ones for the first.
+            return Offer(tokens, 0, None)
         expiry = params.get("remote_blocks_expiry_time")
         offset = self._offsets.get(params["remote_engine_id"])
         deadline = expiry - offset if expiry is not None and offset is not None else None
@@ -139,7 +154,7 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
             verified = 0
         elif held is not None and expiry is not None:
             # Without its deadline a proven reference may name blocks that are long another request's.
-            prompt = request.prompt_token_ids
+            prompt = request.prompt_token_ids if request.prompt_embeds is None else None
             proven = verified_prefix(held, array("I", prompt), seed=seed_of(request)) if prompt else 0
             verified = self._readable(params, min(proven, held.tokens), tokens)
         return Offer(tokens, verified, deadline, explored=wire.read_explore(params))
@@ -153,6 +168,10 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
             return 0
         whole = math.lcm(int(remote), int(self.block_size))
         return proven // whole * whole
+
+    def _block_of(self, params: dict[str, Any], block_size: int | None = None) -> int:
+        """Tokens that one of the named blocks stands for, over all context-parallel ranks."""
+        return int(block_size or wire.read_block_size(params) or self.block_size) * int(params.get("dcp_size") or 1)
 
     def _tail_only(self, params: dict[str, Any]) -> bool:
         """Whether blocks are exported for the end of the sequence only (sliding windows, states): all or nothing."""
@@ -391,8 +410,16 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
             self._reqs_not_processed.add(request.request_id)
             self._events.append(events.RetentionMissed(self._why_missed(request)))
             return delay, None
-        held = min(exported["remote_num_tokens"], len(request.all_token_ids))
-        if getattr(request, "prompt_embeds", None) is None:
+        held = min(exported["remote_num_tokens"] - request.num_in_flight_tokens, len(request.all_token_ids))
+        whole = held == exported["remote_num_tokens"]
+        if not whole and not self._tail_only(exported):
+            # With overlapping batches the last token's KV is still being computed by the batch in flight.
+            exported["remote_num_tokens"] = held
+            (blocks,) = exported["remote_block_ids"]
+            exported["remote_block_ids"] = [blocks[: -(-held // self._block_of(exported, self.block_size))]]
+            whole = True
+        # A sliding window or a state cannot be cut: without proof nobody reads it.
+        if whole and getattr(request, "prompt_embeds", None) is None:
             exported[wire.KEY] = self._proof(request, held, ttl)
         self._events.append(
             self._ledger.start(
@@ -429,6 +456,23 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
             self._steps.popleft()
         found, self._events = self._events, []
         return of_events(found)
+
+
+def engine_id_of_process(engine_id: str, process: str) -> str:
+    """The engine id with what tells this start of the engine from the last; a data-parallel rank stays at the end.
+
+    A configured id survives restarts. A reader knows its partner by it, and would read a reference to what the process
+    before held, with a valid proof, out of the blocks of the new one.
+    """
+    base, mark, rank = engine_id.rpartition("_dp")
+    return f"{base}-{process}_dp{rank}" if mark and rank.isdecimal() else f"{engine_id}-{process}"
+
+
+def renamed(told: Any, engine_id: str) -> Any:
+    """A rank's handshake with another engine id in it."""
+    agent = msgspec.msgpack.decode(told.agent_metadata_bytes, type=NixlAgentMetadata)
+    agent.engine_id = engine_id
+    return replace(told, agent_metadata_bytes=msgspec.msgpack.encode(agent))
 
 
 def emit_read(

@@ -14,6 +14,9 @@ from kvtune_connector.nixl_stats import ConnectorStats
 from kvtune_connector.settings import ConnectorSettings
 from kvtune_telemetry.vocabulary import End
 
+_CLOCK_ERROR_S = 1.0
+"""What the offset of another host's clock may be wrong by."""
+
 
 @dataclass
 class WorkerNews(KVConnectorWorkerMetadata):
@@ -91,7 +94,20 @@ class ConnectorWorker(NixlPullConnectorWorker):
                 del transfers[req_id]
             done |= finished
             failed |= broken
+            if finished and not broken and self._outlived(req_id):
+                # D may have let the blocks go while they were read: what arrived is nobody knows whose.
+                self._news.declined.add(req_id)
+                failed.add(req_id)
         return done, failed
+
+    def _outlived(self, req_id: str) -> bool:
+        """Whether a read ended after its deadline."""
+        meta = self._recving_metadata.get(req_id)
+        expiry = getattr(meta.remote, "blocks_expiry_time", None) if meta is not None else None
+        if expiry is None or not any(meta.local_block_ids):
+            return False
+        offset = self._engine_clock_offset.get(meta.remote.engine_id)
+        return offset is None or time.perf_counter() + _CLOCK_ERROR_S >= expiry - offset
 
     def _telemetry(self, handle: int) -> Any:
         try:
@@ -129,7 +145,13 @@ class ConnectorWorker(NixlPullConnectorWorker):
         for agent, notifs in self._stock_notifs().items():
             plain = found[agent] = []
             for notif in notifs:
-                message, given_back = wire.split_notification(notif.decode())
+                try:
+                    message, given_back = wire.split_notification(notif.decode())
+                    if not message.startswith("HB:") and int(message.rsplit(":", 1)[1]) < 1:
+                        continue
+                except (ValueError, IndexError):
+                    # vLLM would stop the engine for it.
+                    continue
                 # A late one ends nothing: what is no longer held has been told as ended.
                 if given_back is not None and given_back[0] in self._reqs_to_process:
                     self._news.ended[given_back[0]] = given_back[1].value
@@ -154,7 +176,7 @@ class ConnectorWorker(NixlPullConnectorWorker):
 
     def take_news(self) -> WorkerNews | None:
         """What happened since the last call; None for nothing, and on all ranks but the first."""
-        for engine, offset in self._engine_clock_offset.items():
+        for engine, offset in self._engine_clock_offset.copy().items():
             if self._told_offsets.get(engine) != offset:
                 self._told_offsets[engine] = self._news.offsets[engine] = offset
         if not self._news:

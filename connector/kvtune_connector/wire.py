@@ -57,6 +57,7 @@ def request_extras(*, retain_s: float | None = None, explore: bool = False) -> d
     return extras
 
 
+_NAMES = ("remote_engine_id", "remote_request_id", "remote_host")
 _MARK = "#kvtune-"
 _ENDS = {end.value for end in End}
 
@@ -97,6 +98,49 @@ def _number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
         return None
     return float(value)
+
+
+_OWN_MARKS = ("_remote_blocks_processed", "_p_side_truncated")
+"""vLLM's own notes in the parameters; a client's would be believed."""
+_MAX_RANKS = 4096
+
+
+def _whole(value: object, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high
+
+
+def sound(params: Mapping[str, Any]) -> bool:
+    """Whether what names a remote's blocks has the types and ranges that vLLM relies on without a look."""
+    if not all(isinstance(params.get(name), str) and params[name] for name in _NAMES):
+        return False
+    if not _whole(params.get("remote_port"), 1, 65535):
+        return False
+    if not all(_whole(params.get(name, 1), 1, _MAX_RANKS) for name in ("tp_size", "dcp_size", "pp_size")):
+        return False
+    tokens, expiry, groups = (
+        params.get(name) for name in ("remote_num_tokens", "remote_blocks_expiry_time", "remote_block_ids")
+    )
+    if tokens is not None and not _whole(tokens, 0, 2**31):
+        return False
+    if expiry is not None and (
+        isinstance(expiry, bool) or not isinstance(expiry, (int, float)) or not abs(expiry) < 2**62
+    ):
+        return False
+    return isinstance(groups, (list, tuple)) and all(
+        isinstance(group, (list, tuple)) and all(_whole(one, 0, 2**31) for one in group) for group in groups
+    )
+
+
+def sanitized(params: object) -> dict[str, Any] | None:
+    """A request's parameters as an engine may believe them: malformed ones ask for nothing that is remote."""
+    if not isinstance(params, Mapping):
+        return None
+    kept = {name: value for name, value in params.items() if name not in _OWN_MARKS}
+    if kept.get("do_remote_prefill") and not (kept.get("remote_block_ids") and sound(kept)):
+        kept["do_remote_prefill"] = False
+    if kept.get("remote_block_ids") and not sound(kept):
+        kept["remote_block_ids"] = None
+    return kept
 
 
 def read_block_size(params: object) -> int | None:

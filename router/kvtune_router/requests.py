@@ -99,7 +99,8 @@ def prefill_body(body: dict[str, Any], reference: dict[str, Any] | None, *, expl
         dict(FIRST_TURN) if reference is None else {**reference, "do_remote_decode": True, "do_remote_prefill": False}
     )
     if explore and reference is not None:
-        leg[PARAMS][KEY] = {**(reference.get(KEY) or {}), **request_extras(explore=True)}
+        extras = reference.get(KEY)
+        leg[PARAMS][KEY] = {**(extras if isinstance(extras, dict) else {}), **request_extras(explore=True)}
     return dumped(leg)
 
 

@@ -41,6 +41,8 @@ _SPENT_STATUS = 500
 _MAX_REQUEST_ID = 128
 _MAX_MODEL_NAME = 128
 _BUSY = (429, 503)
+_UNREAD = (400, 401, 403, 404, 405, 413, 415, 422, 429)
+"""Refusals before any work: a reference that came with the request was not read."""
 
 _OUTCOME_OF_REASON = {
     Reason.EXPIRED: Outcome.EXPIRED,
@@ -275,18 +277,21 @@ class TurnServer:
                         assert lease is not None
                         lease.end(ReferenceEnd.HANDED_OVER)
                     return self._accept(turn, engine, answer, reference is not None)
+                if reference is not None and answer.status not in _UNREAD:
+                    # An expired or failed read is an HTTP 500 on a stock engine, and what a proxy answers for an engine
+                    # tells nothing of what the engine did.
+                    assert lease is not None
+                    lease.end(ReferenceEnd.LOST)
+                    turn.outcome = Outcome.READ_FAILED
+                    if answer.status in _BUSY:
+                        excluded.append(engine)
+                    self._recorder.record(events.TurnRetried("without_reference"))
+                    continue
                 if answer.status < _SPENT_STATUS and answer.status not in _BUSY:
                     if reference is not None:
                         assert lease is not None
                         lease.put_back()
                     raise _Refused(answer)
-                if reference is not None and answer.status not in _BUSY:
-                    # An expired or failed read is an HTTP 500 on a stock engine: compute instead.
-                    assert lease is not None
-                    lease.end(ReferenceEnd.LOST)
-                    turn.outcome = Outcome.READ_FAILED
-                    self._recorder.record(events.TurnRetried("without_reference"))
-                    continue
                 excluded.append(engine)
                 self._recorder.record(events.TurnRetried("other_prefill"))
         finally:

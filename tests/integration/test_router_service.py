@@ -11,8 +11,10 @@ import pytest
 from aiohttp import web
 
 from kvtune_bench import tokens
+from kvtune_connector.wire import report_extras
 from kvtune_router.answers import strip_document
 from kvtune_telemetry.logs import setup_logging
+from kvtune_telemetry.vocabulary import Decision, Reason
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MODEL = "qwen3-32b"
@@ -174,6 +176,40 @@ async def test_decode_is_asked_for_the_retention_the_router_is_set_to(lab: Any) 
         assert answer.status == 200
     assert d.seen[-1].body["kv_transfer_params"]["kvtune"]["retain_s"] == 8.0
     assert lab.value("kvtune_router_setting", setting="retain_seconds") == 8.0
+
+
+@pytest.mark.parametrize(("status", "again"), [(503, None), (429, "R1"), (500, None), (499, None)])
+async def test_a_reference_that_may_have_been_read_is_never_read_again(
+    lab: Any, status: int, again: str | None
+) -> None:
+    kept = {"remote_engine_id": "d", "remote_request_id": "R1", "remote_block_ids": [[1]], "remote_num_tokens": 64}
+    told = report_extras(decision=Decision.RECOMPUTE, reason=Reason.NONE, fetched=0, local=0, available=0)
+    seen: list[str | None] = []
+    failed = False
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal failed
+        reference = orjson.loads(await request.read())["kv_transfer_params"].get("remote_request_id")
+        seen.append(reference)
+        if reference and not failed:
+            failed = True
+            return web.Response(status=status, body=b"upstream connect error or disconnect/reset before headers")
+        return web.json_response(
+            {"kv_transfer_params": {"remote_engine_id": "p", "remote_num_tokens": 3, "kvtune": told}}
+        )
+
+    p, other = await lab.stub(handler=answer), await lab.stub(handler=answer)
+    d = await lab.stub(
+        answer=orjson.dumps({"kv_transfer_params": {**kept, "kvtune": {"v": 1, "ttl_s": 480.0, "fingerprint": {}}}})
+    )
+    await lab.start([p, other], [d])
+    for engine in lab.router.fleet.prefill:
+        engine.verifies = True
+    for _ in range(2):
+        body = {"messages": opening("a")}
+        async with lab.session.post(CHAT, json=body, headers={"X-Session-ID": "s"}) as response:
+            assert response.status == 200
+    assert seen == [None, "R1", again]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -48,7 +48,7 @@ def test_a_finished_turn_is_exported_with_proof_and_held(d: Engine, stop: tuple[
     assert verified_prefix(proof, array("I", turn.all_token_ids), seed=b"") == held
     assert verified_prefix(proof, array("I", [1, *turn.all_token_ids[1:]]), seed=b"") == 0
     assert (wire.read_ttl_s(told), wire.read_block_size(told)) == (480.0, 16)
-    assert told[wire.KEY]["incarnation"].startswith("here:")
+    assert told[wire.KEY]["incarnation"].startswith("here-")
     assert [(e.tokens, e.blocks) for e in d.booked(events.RetentionStarted)] == [(held, 13)]
     assert [(e.direction, e.tokens, e.size_bytes) for e in d.booked(events.KvRead)] == [(Direction.P2D, 200, 1000)]
     assert turn.request_id in d.connector._ledger

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loguru import logger
 from typer.testing import CliRunner
 
 from kvtune_bench.calibration import Calibration, Line
@@ -18,7 +20,14 @@ from kvtune_bench.replay.simulator import Replay
 from kvtune_bench.traces import Conversation, Plan, TraceTurn, plan
 from kvtune_tuning.api import suggest_series, suggest_snapshots
 
-quiet()
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Replays book thousands of turns; their log lines say nothing here."""
+    quiet()
+    yield
+    logger.enable("kvtune_telemetry")
+
 
 FLAT = Calibration(
     name="flat", source="a test", prefill=Line(0.0, 1e-3), transfer=Line(0.0, 1e-4), handoff=Line(0.5, 0.0),
