@@ -184,16 +184,21 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         if params and params.get("do_remote_decode") and known is not None and not params.get(_READ):
             self._commit(request, params, known, num_external_tokens)
         elif params and params.get("do_remote_prefill") and num_external_tokens > 0:
+            self._use(params)
             self._pulls[request.request_id] = _Pull(time.perf_counter(), num_external_tokens, request.trace_headers)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def _use(self, params: dict[str, Any]) -> None:
+        """Remember that what these parameters name was read, or given back: nobody gets it a second time."""
+        self._used[params["remote_engine_id"], params["remote_request_id"]] = None
+        while len(self._used) > _REMEMBERED:
+            self._used.popitem(last=False)
 
     def _commit(self, request: Any, params: dict[str, Any], known: _Prefill, external: int) -> None:
         verdict = known.verdict
         assert verdict is not None
         if known.offer is not None and not known.offer.consumed:
-            self._used[params["remote_engine_id"], params["remote_request_id"]] = None
-            while len(self._used) > _REMEMBERED:
-                self._used.popitem(last=False)
+            self._use(params)
         if external > 0:
             known.admitted_s = time.perf_counter()
             if external < verdict.fetch_tokens:
@@ -392,6 +397,12 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         if not params.get(_READ) and not params.get("do_remote_prefill"):
             # Parameters that ask for nothing: stock would hold the blocks, and no worker would ever let them go.
             return False, None
+        if params.get("do_remote_prefill"):
+            if (params["remote_engine_id"], params["remote_request_id"]) in self._used:
+                # vLLM's API server tells of a client that left before a whole answer with a second, aborted request of
+                # the same parameters: P has been told, and the turn is booked.
+                return False, None
+            self._use(params)
         finished = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         ttl = self.settings.retention_s(wire.read_retain_s(params))
         if finished and self.is_bidirectional_kv_xfer_enabled and ttl == 0:

@@ -80,7 +80,7 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
         ttl_s=ttl,
         threshold_tokens=int(threshold),
         require_fingerprint=_flag(own, "require_fingerprint", True),
-        min_retain_s=_number(own, "min_retain_s", EXPIRY_MARGIN_S + 1.0),
+        min_retain_s=_number(own, "min_retain_s", min(EXPIRY_MARGIN_S + 1.0, ttl if longest is None else longest)),
         max_retain_s=longest,
         idle_sleep_ms=_number(own, "idle_sleep_ms", 10.0),
         progress_thread=progress,

@@ -387,8 +387,8 @@ class TurnServer:
             self._recorder.record(events.LegEnded(engine.label, Role.DECODE, result))
 
     def _retain_s(self, turn: _Turn) -> float | None:
-        """What to ask of D: nothing kept for a held-out conversation, else the configured time, if any."""
-        return 0.0 if turn.held_out else self._config.retain
+        """What to ask of D: nothing kept for what cannot come back or is held out, else the configured time, if any."""
+        return 0.0 if turn.held_out or turn.arrival is None else self._config.retain
 
     async def _refuse(self, turn: _Turn, engine: Engine, answer: aiohttp.ClientResponse) -> None:
         raw = await answer.read()

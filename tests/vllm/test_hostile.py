@@ -6,13 +6,17 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from test_ranks import holds, reads, worker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata, NixlHandshakePayload
 from vllm_harness import BLOCK, FIRST, Engine, handover, reference, tokens
 
-from kvtune_connector.nixl_scheduler import engine_id_of_process
+from kvtune_connector.nixl_scheduler import engine_id_of_process, renamed
+from kvtune_telemetry.events import RetentionMissed
 from kvtune_telemetry.vocabulary import End
 
 __all__ = ["worker"]
@@ -185,3 +189,42 @@ def test_a_first_turn_is_untouched(engine: Make) -> None:
     p.run(turn)
     assert p.decisions == [("recompute", "none", 0)]
     assert End.READ not in p.sending.values()
+
+
+def test_a_second_aborted_request_of_the_same_hand_over_is_no_other(engine: Make) -> None:
+    """What vLLM's API server sends when a client leaves before a whole answer."""
+    d = engine(role="kv_consumer")
+    params = handover()
+    turn = d.add(tokens(40), dict(params), max_tokens=50)
+    d.step()
+    d.step(read=[turn.request_id])
+    d.step()
+    d.abort(turn)
+    d.step()
+    again = d.add(tokens(40), dict(params), max_tokens=50)
+    d.abort(again)
+    d.step()
+    assert len(d.booked(RetentionMissed)) == 1
+    assert d.notified == []
+
+
+def test_a_request_that_never_ran_tells_p_once(engine: Make) -> None:
+    d = engine(role="kv_consumer")
+    params = handover("p-1")
+    for _ in range(2):
+        refused = d.add(tokens(40), dict(params), max_tokens=50)
+        d.abort(refused)
+        d.step()
+    assert len(d.booked(RetentionMissed)) == 1
+    assert d.notified == ["p-1"]
+
+
+def test_a_handshake_goes_by_the_name_of_the_process() -> None:
+    agent = NixlAgentMetadata(
+        engine_id="d0", agent_metadata=b"x", kv_caches_base_addr=[1], device_id=0, num_blocks=2, block_lens=[3],
+        block_strides=[4], kv_cache_layout="HND", block_size=16, ssm_sizes=(0, 0), attn_backend_name="CPU",
+        physical_blocks_per_logical_kv_block=1,
+    )  # fmt: skip
+    told = NixlHandshakePayload("hash", msgspec.msgpack.encode(agent))
+    found = msgspec.msgpack.decode(renamed(told, "d0-1").agent_metadata_bytes, type=NixlAgentMetadata)
+    assert found == replace(agent, engine_id="d0-1")

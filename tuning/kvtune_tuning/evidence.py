@@ -232,7 +232,9 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
     checks += _setting_checks(series, ttl_setting, threshold_setting, margin, asked)
     checks += _statement_checks(series, stated)
     checks += _target_checks(series, mode, roles, pools)
-    checks += _event_checks(series, restarts, holes)
+    checks += _event_checks(
+        series, restarts, holes, any(r == Role.PREFILL and t not in labelled for t, r in roles.items())
+    )
     if turns.extrapolated or (bounds is not None and bounds.ran_before):
         who = "the router" if routers else "decode"
         checks.append(Check(
@@ -254,7 +256,7 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
     elif not 0.5 <= kappa <= 2.0:
         checks.append(Check(
             "kappa", "warning",
-            f"decode retains {kappa:.2f} times what the pauses predict; the advice is scaled by that, look for "
+            f"decode retains {_times(kappa)} what the pauses predict; the advice is scaled by that, look for "
             "the cause (turns that leave no reference, or retention released early)",
         ))  # fmt: skip
     if saving is None and mode is not Mode.STOCK:
@@ -572,6 +574,13 @@ def _bucket_counts(series: SeriesSet, name: str, end: str | None = None) -> Floa
     return np.asarray(np.maximum(0.0, np.diff(np.concatenate(([0.0], upto)))), dtype=np.float64)
 
 
+def _times(kappa: float) -> str:
+    least, most = KAPPA_RANGE
+    if least < kappa < most:
+        return f"{kappa:.2f} times"
+    return f"{kappa:g} times, or {'less' if kappa <= least else 'more'}, of"
+
+
 def _kappa(
     series: SeriesSet, pools: _Pools, curve: Survival, ended: Ended, ttl_s: float
 ) -> tuple[float | None, float | None, float | None]:
@@ -818,16 +827,14 @@ def _setting_checks(
                 "router_ttl", "info",
                 f"router TTL {digits(highest)} s was not compared with decode's, which is not exposed",
             ))  # fmt: skip
-        elif highest > ttl_now.value:
+        elif highest > (kept := asked.most_s if asked is not None else ttl_now.value):
             checks.append(Check(
                 "router_ttl", "error",
                 f"the router assumes {digits(highest)} s where decode does not say, but decode keeps KV for "
-                f"{digits(ttl_now.value)} s: it hands over references that have lapsed",
+                f"{digits(kept)} s: it hands over references that have lapsed",
             ))  # fmt: skip
         else:
-            checks.append(
-                Check("router_ttl", "ok", f"router TTL {digits(highest)} s fits decode's {digits(ttl_now.value)} s")
-            )
+            checks.append(Check("router_ttl", "ok", f"router TTL {digits(highest)} s fits decode's {digits(kept)} s"))
     margins = series.named("kvtune_router_setting", setting="margin_seconds")
     if margins and not margin.assumed:
         least = min(float(s.values[-1]) for s in margins)
@@ -929,7 +936,9 @@ _VERSIONED = ("effective_attention_block_size", "kv_cache_size_tokens", "kv_cach
 """Fields of `vllm:cache_config_info` that came with later versions; no series states vLLM's version itself."""
 
 
-def _event_checks(series: SeriesSet, restarts: dict[str, int], holes: dict[str, float]) -> list[Check]:
+def _event_checks(
+    series: SeriesSet, restarts: dict[str, int], holes: dict[str, float], stock_prefill: bool
+) -> list[Check]:
     checks = []
     if restarts:
         listed = ", ".join(f"{target} ({count})" for target, count in restarts.items())
@@ -937,7 +946,8 @@ def _event_checks(series: SeriesSet, restarts: dict[str, int], holes: dict[str, 
             "restarts", "warning",
             f"counters were reset: {listed}; increments are corrected, pauses that spanned a router's restart are lost",
         ))  # fmt: skip
-    late = series.increase("kvtune_kv_late_notifications_total") or 0.0
+    # of P's notifications nothing follows: those are hand-overs of clients that left
+    late = series.increase("kvtune_kv_late_notifications_total", role=Role.DECODE.value) or 0.0
     if late:
         checks.append(Check(
             "late_reads", "error",
@@ -957,8 +967,10 @@ def _event_checks(series: SeriesSet, restarts: dict[str, int], holes: dict[str, 
     for target, longest in holes.items():
         checks.append(Check("scrape_gaps", "warning", f"{target}: no scrape for {longest:.0f} s inside the window"))
     checks.extend(Check("source", "info", note) for note in series.notes)
-    checks.append(Check(
-        "failure_policy", "info",
-        "set kv_load_failure_policy to recompute on prefill: its default fails a turn whose read fails or is declined",
-    ))  # fmt: skip
+    if stock_prefill:
+        checks.append(Check(
+            "failure_policy", "info",
+            "set kv_load_failure_policy to recompute on stock prefill engines: its default fails a turn whose read "
+            "fails or is declined",
+        ))  # fmt: skip
     return checks
