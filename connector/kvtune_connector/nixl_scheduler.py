@@ -34,8 +34,7 @@ _REMEMBERED_GONE = 4096
 _REMEMBERED = 65_536
 """References this reader remembers to have used; each is a few hundred bytes."""
 _ENDS = {end.value for end in End}
-_READ = "_remote_blocks_processed"
-"""vLLM's own mark that a request's remote blocks were read, or given back: once a request."""
+_READ = wire.READ_MARK
 
 
 @dataclass(slots=True)

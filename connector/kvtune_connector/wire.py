@@ -100,7 +100,9 @@ def _number(value: object) -> float | None:
     return float(value)
 
 
-_OWN_MARKS = ("_remote_blocks_processed", "_p_side_truncated")
+READ_MARK = "_remote_blocks_processed"
+"""vLLM's own mark that a request's remote blocks were read, or given back: once a request."""
+_OWN_MARKS = (READ_MARK, "_p_side_truncated")
 """vLLM's own notes in the parameters; a client's would be believed."""
 _MAX_RANKS = 4096
 
@@ -136,9 +138,12 @@ def sanitized(params: object) -> dict[str, Any] | None:
     if not isinstance(params, Mapping):
         return None
     kept = {name: value for name, value in params.items() if name not in _OWN_MARKS}
-    if kept.get("do_remote_prefill") and not (kept.get("remote_block_ids") and sound(kept)):
+    # A long list of blocks is looked through once.
+    named = bool(kept.get("remote_block_ids"))
+    good = named and sound(kept)
+    if kept.get("do_remote_prefill") and not good:
         kept["do_remote_prefill"] = False
-    if kept.get("remote_block_ids") and not sound(kept):
+    if named and not good:
         kept["remote_block_ids"] = None
     return kept
 

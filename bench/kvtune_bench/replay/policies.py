@@ -14,11 +14,10 @@ from kvtune_bench.replay.model import Deployment, Load, Setting
 from kvtune_bench.replay.observe import InMemory, ObservedDeployment
 from kvtune_bench.replay.simulator import Replay
 from kvtune_bench.traces import Plan, PlannedTurn
+from kvtune_connector.policy import DEFAULT_THRESHOLD_TOKENS, DEFAULT_TTL_S
 from kvtune_tuning.api import suggest_series
 from kvtune_tuning.errors import TuningError
 
-DEFAULT_TTL_S = 480.0
-DEFAULT_THRESHOLD = 64
 TICK_S = 60.0
 """Between the scrapes a suggestion is made from."""
 KEEP_ALIVE_MARGIN = 1.1
@@ -90,7 +89,7 @@ def suggestion(
     load: Load,
     *,
     ttl_s: float = DEFAULT_TTL_S,
-    threshold_tokens: int = DEFAULT_THRESHOLD,
+    threshold_tokens: int = DEFAULT_THRESHOLD_TOKENS,
     stock: bool = False,
     ranks: int = 1,
 ) -> tuple[Setting, dict[str, Any]]:

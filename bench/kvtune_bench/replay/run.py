@@ -19,6 +19,7 @@ from kvtune_bench.replay.model import Deployment, Load, ReplayError, Result, Set
 from kvtune_bench.replay.observe import ObservedDeployment, quiet, to_directory
 from kvtune_bench.replay.simulator import Replay
 from kvtune_bench.traces import Plan, load_trace, plan
+from kvtune_connector.policy import DEFAULT_THRESHOLD_TOKENS, DEFAULT_TTL_S
 
 SCHEMA = "kvtune.simulate/1"
 POLICIES = ("default", "suggestion", "ski_rental", "keep_alive_p99", "continuum", "hindsight", "clairvoyant")
@@ -35,7 +36,7 @@ class Request:
     trace: Path | None = None
     model: str = "qwen3-32b"
     ttls_s: tuple[float, ...] = ()
-    thresholds: tuple[int, ...] = (policies.DEFAULT_THRESHOLD,)
+    thresholds: tuple[int, ...] = (DEFAULT_THRESHOLD_TOKENS,)
     rates: tuple[float, ...] = (0.4,)
     pools: tuple[int, ...] = ()
     """Tokens; empty: the model's own."""
@@ -46,7 +47,7 @@ class Request:
     prefill_engines: int = 1
     prefill_cache: bool = False
     noise: float = 0.1
-    current_ttl_s: float = policies.DEFAULT_TTL_S
+    current_ttl_s: float = DEFAULT_TTL_S
     snapshot: Path | None = None
     stock: bool = False
     jobs: int = 0
@@ -246,7 +247,7 @@ class _World:
         wanted = set(self.request.compared)
         cases = []
         if wanted & {"default", "continuum"}:
-            cases.append(self.case("default", Setting(policies.DEFAULT_TTL_S, policies.DEFAULT_THRESHOLD)))
+            cases.append(self.case("default", Setting(DEFAULT_TTL_S, DEFAULT_THRESHOLD_TOKENS)))
         if "ski_rental" in wanted:
             ttl = policies.ski_rental_ttl(self.plans, self.deployment)
             cases.append(self.case("ski_rental", Setting(round(ttl, 1), self._threshold)))

@@ -92,7 +92,6 @@ class _Job:
         "fetched",
         "followup",
         "local",
-        "looked",
         "outcome",
         "pin",
         "queued",
@@ -106,7 +105,6 @@ class _Job:
         self.followup = talk.ended_s is not None
         self.outcome = Outcome.FIRST
         self.pin: _Pin | None = None
-        self.looked = False
         self.fetched = self.local = 0
         self.queued = self.work = 0.0
 
@@ -353,7 +351,7 @@ class Replay:
             if job.arrived >= self._load.warmup_s:
                 self._book_turn(job, first_s - job.arrived)
             if self._observer is not None:
-                missing = turn.prompt_tokens - (job.fetched if job.fetched else 0)
+                missing = turn.prompt_tokens - job.fetched
                 pull = calibration.pull_s(missing, turn.prompt_tokens)
                 self._observer.read(Direction.P2D, missing, pull)
                 self._observer.served(job.outcome, job.followup, first_s - job.arrived)
