@@ -33,6 +33,7 @@ from kvtune_connector import wire
 from kvtune_connector.fingerprint import stride_for
 from kvtune_connector.policy import DEFAULT_THRESHOLD_TOKENS, DEFAULT_TTL_S, EXPIRY_MARGIN_S, Offer, Verdict, decide
 from kvtune_connector.retention import RetentionLedger
+from kvtune_connector.settings import ConnectorSettings
 from kvtune_telemetry.clock import Clock, clock_from_spec
 from kvtune_telemetry.events import (
     ConnectorEvent,
@@ -265,12 +266,9 @@ class Engine:
             recorder = self._recorder = ConnectorRecorder(
                 self.registry, model_name=self.model_name, engine=ENGINE_INDEX, role=self.role
             )
-            recorder.set_setting("decoder_kv_blocks_ttl", config.ttl_s)
-            recorder.set_setting("kv_recompute_threshold", config.threshold_tokens)
-            recorder.set_setting("expiry_margin_seconds", EXPIRY_MARGIN_S)
-            recorder.set_setting("max_retain_seconds", config.ttl_s)
-            recorder.set_setting("bidirectional_kv_xfer", float(config.bidirectional))
-            recorder.set_setting("kv_pool_tokens", pool_tokens)
+            settings = ConnectorSettings(config.bidirectional, config.ttl_s, config.threshold_tokens)
+            for setting, value in settings.in_force(pool_tokens).items():
+                recorder.set_setting(setting, value)
 
     # --- life -------------------------------------------------------------------------------------------------------
 

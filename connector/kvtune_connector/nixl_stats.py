@@ -136,19 +136,8 @@ class ConnectorPromMetrics(NixlPromMetrics):
 
 def settings_in_force(settings: ConnectorSettings, vllm_config: Any) -> dict[str, float]:
     """What `kvtune_connector_setting` shows."""
-    from kvtune_connector.policy import EXPIRY_MARGIN_S
-
     cache = vllm_config.cache_config
-    shown = {
-        "decoder_kv_blocks_ttl": settings.ttl_s,
-        "kv_recompute_threshold": float(settings.threshold_tokens),
-        "expiry_margin_seconds": EXPIRY_MARGIN_S,
-        "bidirectional_kv_xfer": float(settings.bidirectional),
-        "max_retain_seconds": settings.longest_retain_s,
-    }
-    if cache.num_gpu_blocks:
-        shown["kv_pool_tokens"] = float(cache.num_gpu_blocks * cache.block_size)
-    return shown
+    return settings.in_force(cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else None)
 
 
 def _forget(registry: CollectorRegistry) -> None:

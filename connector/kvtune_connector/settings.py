@@ -41,6 +41,17 @@ class ConnectorSettings:
         """The longest retention a router may ask for."""
         return self.ttl_s if self.max_retain_s is None else self.max_retain_s
 
+    def in_force(self, pool_tokens: int | None) -> dict[str, float]:
+        """What `kvtune_connector_setting` shows of an engine with such a KV pool (None: not known)."""
+        shown = {
+            "decoder_kv_blocks_ttl": self.ttl_s,
+            "kv_recompute_threshold": float(self.threshold_tokens),
+            "expiry_margin_seconds": EXPIRY_MARGIN_S,
+            "bidirectional_kv_xfer": float(self.bidirectional),
+            "max_retain_seconds": self.longest_retain_s,
+        }
+        return shown if pool_tokens is None else {**shown, "kv_pool_tokens": float(pool_tokens)}
+
     def retention_s(self, asked_s: float | None) -> float:
         """Seconds to retain a request: what was asked within the bounds, 0 if it was asked not to, else the TTL."""
         if asked_s is None:

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from kvtune_bench.engine_metrics import ENGINE_INDEX, VllmMetrics
 from kvtune_bench.replay.model import HANDOVER_S, Deployment, Setting
 from kvtune_connector.policy import EXPIRY_MARGIN_S
+from kvtune_connector.settings import ConnectorSettings
 from kvtune_telemetry import events
 from kvtune_telemetry.recorder import ConnectorRecorder, RouterRecorder
 from kvtune_telemetry.vocabulary import Decision, Direction, End, Outcome, Reason, Role
@@ -59,16 +60,13 @@ class ObservedDeployment:
         self._router = RouterRecorder(self.registries["router"], version="replay")
         self._router.set_setting("default_ttl_seconds", setting.ttl_s)
         self._router.set_setting("margin_seconds", EXPIRY_MARGIN_S + HANDOVER_S)
+        in_force = ConnectorSettings(True, setting.ttl_s, setting.threshold_tokens).in_force(deployment.pool_tokens)
         for role in (Role.PREFILL, Role.DECODE):
             recorder = self._connectors[role.value] = ConnectorRecorder(
                 self.registries[role.value], model_name=model, engine=ENGINE_INDEX, role=role, version="replay"
             )
-            recorder.set_setting("decoder_kv_blocks_ttl", setting.ttl_s)
-            recorder.set_setting("kv_recompute_threshold", setting.threshold_tokens)
-            recorder.set_setting("expiry_margin_seconds", EXPIRY_MARGIN_S)
-            recorder.set_setting("max_retain_seconds", setting.ttl_s)
-            recorder.set_setting("bidirectional_kv_xfer", 1.0)
-            recorder.set_setting("kv_pool_tokens", deployment.pool_tokens)
+            for name, value in in_force.items():
+                recorder.set_setting(name, value)
 
     def _routed(self, event: events.RouterEvent) -> None:
         if self._router is not None:
