@@ -33,7 +33,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -245,11 +245,11 @@ def worker_step(*, ours: bool) -> Timed:
 def streams() -> Callable[[bool, int, bool], AsyncIterator[str]]:
     """Makes a stream of so many chunks, ours or stock; waiting for each of the engine's outputs, or not."""
     from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionStreamResponse
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.outputs import CompletionOutput, RequestOutput
 
-    from kvtune_connector.streaming import extended
+    from kvtune_connector.streaming import extend
 
     serving = OpenAIServingChat.__new__(OpenAIServingChat)
     serving.__dict__.update(
@@ -276,13 +276,19 @@ def streams() -> Callable[[bool, int, bool], AsyncIterator[str]]:
             yield word
         yield result(2, True)
 
-    stock = OpenAIServingChat.chat_completion_stream_generator
-    stock = getattr(stock, "__wrapped__", stock)
+    generator = OpenAIServingChat.chat_completion_stream_generator
+    sides = []
+    for extended in (False, True):
+        # The generator with a class of chunks to itself, so that both kinds can be made in one process.
+        chunk = type("Chunk", (ChatCompletionStreamResponse,), {})
+        if extended:
+            extend(chunk, generator)
+        known = {**generator.__globals__, "ChatCompletionStreamResponse": chunk}
+        sides.append(FunctionType(generator.__code__, known, None, generator.__defaults__, generator.__closure__))
 
     def make(ours: bool, chunks: int, waiting: bool) -> AsyncIterator[str]:
         about = RequestResponseMetadata(request_id="r")
-        generator = extended(stock) if ours else stock
-        return generator(serving, request, engine(chunks, waiting), "r", "m", [], None, about)
+        return sides[ours](serving, request, engine(chunks, waiting), "r", "m", [], None, about)
 
     return make
 

@@ -3,21 +3,26 @@
 vLLM 0.32 returns them in whole answers but not in streams of chat and text completions, so that a router in front of
 streamed traffic never gets a reference. Loaded through the entry point `vllm.general_plugins`; no file of vLLM is
 changed. Where vLLM's own stream models have the field, the plug-in steps aside.
+
+A stream of a thousand chunks must not pay a thousand times for what one of them carries. So nothing stands between
+vLLM's generator and its reader: the generator's own call that turns a chunk into text is answered here, which for all
+chunks but a choice's last is pydantic's own text; for that one the engine's output is looked up in the generator that
+asks. Its names are vLLM's; whether they are there is checked once, before anything is replaced.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import AsyncIterator, Callable
+import sys
+from collections.abc import Callable
 from typing import Any
 
-import orjson
 from loguru import logger
+from pydantic import BaseModel
 
 from kvtune_connector.wire import PARAMS
 
-_FINISH = '"finish_reason":"'
-_END = "}\n\n"
+_OUTPUT = "res"
+"""The engine's output at hand, in vLLM's stream generators."""
 
 
 def register() -> None:
@@ -30,60 +35,32 @@ def register() -> None:
     except ImportError as error:
         logger.warning("streams will carry no kv_transfer_params: this vLLM is laid out differently ({})", error)
         return
-    for models, serving, method in (
-        (ChatCompletionStreamResponse, OpenAIServingChat, "chat_completion_stream_generator"),
-        (CompletionStreamResponse, OpenAIServingCompletion, "completion_stream_generator"),
-    ):
-        if PARAMS in models.model_fields:
-            continue
-        stock = getattr(serving, method, None)
-        if stock is None:
-            logger.warning("streams will carry no kv_transfer_params: {} has no {}", serving.__name__, method)
-        elif not getattr(stock, "_kvtune", False):
-            setattr(serving, method, extended(stock))
+    extend(ChatCompletionStreamResponse, getattr(OpenAIServingChat, "chat_completion_stream_generator", None))
+    extend(CompletionStreamResponse, getattr(OpenAIServingCompletion, "completion_stream_generator", None))
 
 
-def extended(stock: Callable[..., AsyncIterator[str]]) -> Callable[..., AsyncIterator[str]]:
-    """The stock generator with `kv_transfer_params` on the last chunk that has choices."""
+def extend(chunk: type[BaseModel], generator: Callable[..., Any] | None) -> None:
+    """Let the chunks that `generator` turns into text carry the parameters of its engine's outputs.
 
-    @functools.wraps(stock)
-    async def stream(self: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
-        if not getattr(request, PARAMS, None):
-            # Not a leg of disaggregated serving: nothing to carry, nothing to pay.
-            async for chunk in stock(self, request, *args, **kwargs):
-                yield chunk
-            return
-        caught = _Caught()
-        arguments = tuple(caught.watch(value) if hasattr(value, "__aiter__") else value for value in args)
-        named = {key: caught.watch(value) if hasattr(value, "__aiter__") else value for key, value in kwargs.items()}
-        async for chunk in stock(self, request, *arguments, **named):
-            if caught.params is not None and _FINISH in chunk:
-                chunk = with_params(chunk, caught.params)
-                caught.params = None
-            yield chunk
+    Left alone, with a warning: a model that would drop an unknown field, a generator without the expected name.
+    Left alone, silently: a model with the field, a model that was extended before.
+    """
+    if PARAMS in chunk.model_fields or chunk.model_dump_json is not BaseModel.model_dump_json:
+        return
+    code = getattr(generator, "__code__", None)
+    if code is None or _OUTPUT not in code.co_varnames or chunk.model_config.get("extra") != "allow":
+        logger.warning("streams will carry no kv_transfer_params: this vLLM makes {} differently", chunk.__name__)
+        return
 
-    stream._kvtune = True  # type: ignore[attr-defined]
-    return stream
+    def model_dump_json(self: Any, **options: Any) -> str:
+        choices = self.choices
+        if choices and choices[0].finish_reason is not None:
+            caller = sys._getframe(1)
+            if caller.f_code is code:
+                params = getattr(caller.f_locals.get(_OUTPUT), PARAMS, None)
+                if params:
+                    setattr(self, PARAMS, params)
+        # What pydantic does, without its spelling out of fifteen defaults: the look at `choices` is paid by that.
+        return self.__pydantic_serializer__.to_json(self, **options).decode()
 
-
-class _Caught:
-    """Watches the engine's outputs go by."""
-
-    def __init__(self) -> None:
-        self.params: dict[str, Any] | None = None
-
-    async def watch(self, results: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        async for result in results:
-            output = result[1] if isinstance(result, tuple) else result
-            params = getattr(output, PARAMS, None)
-            if params is not None:
-                self.params = params
-            yield result
-
-
-def with_params(chunk: str, params: dict[str, Any]) -> str:
-    """A `data: {...}` event with the field added at its end; anything else unchanged."""
-    if not chunk.startswith("data: {") or not chunk.endswith(_END) or '"choices":[]' in chunk:
-        return chunk
-    field = f',"{PARAMS}":{orjson.dumps(params, default=list).decode()}'
-    return chunk[: -len(_END)] + field + _END
+    chunk.model_dump_json = model_dump_json  # type: ignore[method-assign]

@@ -1,79 +1,142 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 import pytest
+from loguru import logger
+from pydantic import BaseModel, ConfigDict
 
-from kvtune_connector.streaming import extended, register, with_params
+from kvtune_connector.streaming import extend, register
 
 PARAMS = {"remote_engine_id": "e", "remote_block_ids": ([1, 2],)}
 
 
-@dataclass
-class Request:
-    kv_transfer_params: dict[str, Any] | None
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    """What was logged."""
+    logged: list[str] = []
+    sink = logger.add(lambda message: logged.append(message.record["message"]), level="WARNING")
+    yield logged
+    logger.remove(sink)
+
+
+class Choice(BaseModel):
+    text: str
+    finish_reason: str | None = None
 
 
 @dataclass
 class Output:
+    text: str
+    finish_reason: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
 
-async def outputs(*params: dict[str, Any] | None) -> AsyncIterator[Output]:
-    for found in params:
-        yield Output(found)
+def stream_model(**config: Any) -> type[BaseModel]:
+    """A model of a stream's chunks, as vLLM has them; a new one each time."""
+
+    class Chunk(BaseModel):
+        model_config = ConfigDict(**{"extra": "allow", **config})
+        id: str
+        choices: list[Choice]
+        usage: dict[str, int] | None = None
+
+    return Chunk
 
 
-async def pairs(*params: dict[str, Any] | None) -> AsyncIterator[tuple[int, Output]]:
-    for found in params:
-        yield 0, Output(found)
-
-
-def chunk(text: str, finish: str | None) -> str:
-    event = {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish}]}
-    return f"data: {orjson.dumps(event).decode()}\n\n"
-
-
-async def stock(self: Any, request: Any, results: AsyncIterator[Any], *_: Any, **__: Any) -> AsyncIterator[str]:
+def stream_of(chunk: Any) -> Callable[..., AsyncIterator[str]]:
     """What vLLM's stream generators do, as far as it matters."""
-    last = None
-    async for result in results:
-        last = result
-        yield chunk("hi", None)
-    assert last is not None
-    yield chunk("", "length")
-    yield 'data: {"choices":[],"usage":{"total_tokens":3}}\n\n'
-    yield "data: [DONE]\n\n"
+
+    async def generator(outputs: list[Output]) -> AsyncIterator[str]:
+        for res in outputs:
+            made = chunk(id="r", choices=[Choice(text=res.text, finish_reason=res.finish_reason)])
+            yield f"data: {made.model_dump_json(exclude_unset=True)}\n\n"
+        last = chunk(id="r", choices=[], usage={"total_tokens": 3})
+        yield f"data: {last.model_dump_json(exclude_unset=False, exclude_none=True)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    return generator
 
 
-@pytest.mark.parametrize("make", [outputs, pairs])
-async def test_the_last_chunk_with_choices_carries_them(make: Any) -> None:
-    got = [piece async for piece in extended(stock)(None, Request({"do_remote_prefill": True}), make(None, PARAMS))]
-    plain = [piece async for piece in stock(None, None, make(None, PARAMS))]
-    assert [piece for n, piece in enumerate(got) if n != 2] == [piece for n, piece in enumerate(plain) if n != 2]
-    event = orjson.loads(got[2][6:])
+async def pieces(chunk: Any, outputs: list[Output], *, extended: bool) -> list[str]:
+    generator = stream_of(chunk)
+    if extended:
+        extend(chunk, generator)
+        assert chunk.model_dump_json is not BaseModel.model_dump_json
+    return [piece async for piece in generator(outputs)]
+
+
+TOLD = [Output("hé", None), Output("", "length", PARAMS)]
+
+
+async def test_the_last_chunk_with_choices_carries_them() -> None:
+    got = await pieces(stream_model(), TOLD, extended=True)
+    plain = await pieces(stream_model(), TOLD, extended=False)
+    assert [got[0], *got[2:]] == [plain[0], *plain[2:]]
+    event = orjson.loads(got[1][6:])
     assert event.pop("kv_transfer_params") == {"remote_engine_id": "e", "remote_block_ids": [[1, 2]]}
-    assert event == orjson.loads(plain[2][6:])
+    assert event == orjson.loads(plain[1][6:])
 
 
-@pytest.mark.parametrize("request_params", [None, {}])
-async def test_ordinary_streams_are_untouched(request_params: Any) -> None:
-    got = [piece async for piece in extended(stock)(None, Request(request_params), outputs(PARAMS))]
-    assert got == [piece async for piece in stock(None, None, outputs(PARAMS))]
+@pytest.mark.parametrize("params", [None, {}])
+async def test_a_stream_without_them_is_untouched(params: Any) -> None:
+    told = [Output("a"), Output("b", "stop", params)]
+    got = await pieces(stream_model(), told, extended=True)
+    assert got == await pieces(stream_model(), told, extended=False)
 
 
-async def test_a_stream_without_them_is_untouched() -> None:
-    got = [piece async for piece in extended(stock)(None, Request({"a": 1}), outputs(None))]
-    assert got == [piece async for piece in stock(None, None, outputs(None))]
+async def test_each_choice_that_ends_carries_those_of_its_own_output() -> None:
+    told = [Output("a", "stop", {"n": 1}), Output("b"), Output("c", "length", {"n": 2})]
+    got = await pieces(stream_model(), told, extended=True)
+    found = [orjson.loads(piece[6:]).get("kv_transfer_params") for piece in got[:-1]]
+    assert found == [{"n": 1}, None, {"n": 2}, None]
 
 
-@pytest.mark.parametrize("piece", ["data: [DONE]\n\n", ": ping\n\n", 'data: {"choices":[],"usage":{}}\n\n', "data: {}"])
-def test_what_is_no_chunk_is_left_alone(piece: str) -> None:
-    assert with_params(piece, PARAMS) == piece
+async def test_nobody_elses_chunks_are_touched() -> None:
+    chunk: Any = stream_model()
+    extend(chunk, stream_of(chunk))
+    res = Output("x", "stop", PARAMS)
+    assert chunk(id="r", choices=[Choice(text=res.text, finish_reason="stop")]).model_dump_json(exclude_unset=True) == (
+        '{"id":"r","choices":[{"text":"x","finish_reason":"stop"}]}'
+    )
 
 
-def test_without_vllm_registering_does_nothing() -> None:
+async def test_extending_twice_changes_nothing() -> None:
+    chunk: Any = stream_model()
+    generator = stream_of(chunk)
+    extend(chunk, generator)
+    first = chunk.model_dump_json
+    extend(chunk, generator)
+    assert chunk.model_dump_json is first
+
+
+async def other(outputs: list[Output]) -> AsyncIterator[str]:
+    for output in outputs:
+        yield output.text
+
+
+@pytest.mark.parametrize(
+    "config, generator", [({}, None), ({}, other), ({}, print), ({"extra": "ignore"}, stream_of(None))]
+)
+def test_what_is_laid_out_differently_is_left_alone_and_said(config: Any, generator: Any, warnings: list[str]) -> None:
+    chunk = stream_model(**config)
+    extend(chunk, generator)
+    assert chunk.model_dump_json is BaseModel.model_dump_json
+    assert len(warnings) == 1 and "no kv_transfer_params: this vLLM makes Chunk differently" in warnings[0]
+
+
+def test_a_model_that_has_the_field_is_left_alone_silently(warnings: list[str]) -> None:
+    class Chunk(BaseModel):
+        kv_transfer_params: dict[str, Any] | None = None
+
+    extend(Chunk, stream_of(Chunk))
+    assert Chunk.model_dump_json is BaseModel.model_dump_json
+    assert warnings == []
+
+
+def test_without_vllm_registering_does_nothing(warnings: list[str]) -> None:
     register()
+    assert len(warnings) == 1 and "laid out differently" in warnings[0]
