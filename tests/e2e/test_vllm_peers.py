@@ -84,8 +84,13 @@ async def peers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Peers
         await asyncio.gather(*(one.ready() for one in (made.p, made.d, made.narrow)))
         made.stock_p = await made.server("prefill", connector="relaxed-stock", ttl_s=900.0)
         made.stock_d = await made.server("decode", connector="relaxed-stock", ttl_s=900.0)
-        await asyncio.gather(made.stock_p.ready(), made.stock_d.ready())
         yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def stock_is_ready(peers: Peers) -> None:
+    """The stock servers start while the others are tested."""
+    await asyncio.gather(peers.stock_p.ready(), peers.stock_d.ready())
 
 
 # --- a pool too small -----------------------------------------------------------------------------------------------
@@ -228,6 +233,7 @@ async def test_streams_of_both_api_servers_carry_references_and_the_books_are_on
 # --- stock vLLM on one side -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("stock_is_ready")
 async def test_a_stock_decodes_reference_is_refused_or_taken_as_the_settings_say(peers: Peers) -> None:
     reads = await peers.values(peers.narrow.url, "kvtune_kv_reads_total", direction="d2p")
     for p, fetches in ((peers.p, False), (peers.narrow, True)):
@@ -245,6 +251,7 @@ async def test_a_stock_decodes_reference_is_refused_or_taken_as_the_settings_say
     await peers.settles(peers.p.url, "kvtune_decisions_total", 1.0, reason="unverified")
 
 
+@pytest.mark.usefixtures("stock_is_ready")
 async def test_a_stock_prefill_reads_our_reference_and_our_books_are_right(peers: Peers) -> None:
     ended = await peers.values(peers.d.url, "kvtune_retentions_ended_total", end="read")
     history, reference = await peers.conversation("stock p", peers.stock_p, peers.d)
@@ -257,6 +264,7 @@ async def test_a_stock_prefill_reads_our_reference_and_our_books_are_right(peers
     await peers.equals_a_clean_run(peers.stock_p, peers.d, prompt, found)
 
 
+@pytest.mark.usefixtures("stock_is_ready")
 async def test_the_router_hands_a_stock_prefill_no_reference(peers: Peers) -> None:
     started = await peers.values(peers.d.url, "kvtune_retentions_total")
     router = await ChildProcess.start(
