@@ -33,6 +33,8 @@ MIN_CHANGE = 0.15
 """Changes smaller than this share of the TTL in force are not worth a restart."""
 MIN_CONVERSATIONS = 20
 MIN_GAPS = 500
+MIN_GAPS_STARVED = 100
+"""... while requests wait for room on decode: waiting for more evidence would cost them more than it could add."""
 CONVERSATIONS_FOR_INTERVAL = 50
 """Intervals from fewer conversations cover far less than they claim."""
 DESIGN_EFFECT = 5.4
@@ -413,12 +415,17 @@ def _interval(inputs: TtlInputs, cap_s: float) -> tuple[float, float] | None:
     return float(low), float(high)
 
 
+def gaps_needed(inputs: TtlInputs) -> int:
+    """Pauses that must have been seen to end before anything is said."""
+    return MIN_GAPS_STARVED if inputs.starved else MIN_GAPS
+
+
 def _retry_after(inputs: TtlInputs) -> float | None:
     """Seconds until the minimum sample sizes are reached at the rates seen; None when nothing comes."""
     if inputs.window_s <= 0:
         return None
     waits = []
-    for have, need in ((inputs.conversations, MIN_CONVERSATIONS), (inputs.curves.returned, MIN_GAPS)):
+    for have, need in ((inputs.conversations, MIN_CONVERSATIONS), (inputs.curves.returned, gaps_needed(inputs))):
         if have < need:
             if have <= 0:
                 return None
@@ -449,12 +456,12 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
             reason=f"switch retention off: {100 * (1 - returning):.1f} % of what is held belongs to conversations that "
             f"did not return within {inputs.curves.horizon_s:.0f} s",
         )  # fmt: skip
-    if inputs.conversations < MIN_CONVERSATIONS or inputs.curves.returned < MIN_GAPS:
+    if inputs.conversations < MIN_CONVERSATIONS or inputs.curves.returned < gaps_needed(inputs):
         return replace(
             blank,
             reason_code="too_few_gaps",
             reason=f"cannot tell: {inputs.conversations:.0f} conversations and {inputs.curves.returned:.0f} pauses "
-            f"seen in {inputs.window_s:.0f} s, need {MIN_CONVERSATIONS} and {MIN_GAPS}",
+            f"seen in {inputs.window_s:.0f} s, need {MIN_CONVERSATIONS} and {gaps_needed(inputs)}",
             retry_after_s=_retry_after(inputs),
         )
     if inputs.pool_tokens is None or inputs.usage_p99 is None or inputs.active_mean is None:

@@ -313,6 +313,15 @@ def test_retry_after_follows_the_slower_count() -> None:
     assert ttl.advise(few).retry_after_s == pytest.approx(9 * 3600.0)
 
 
+def test_less_evidence_is_enough_while_requests_wait() -> None:
+    few = inputs(curves=replace(exponential(60.0), returned=150.0), pool_tokens=3_000_000.0, usage_p99=0.95)
+    assert ttl.advise(few).reason_code == "too_few_gaps"
+    waiting = ttl.advise(replace(few, starved=True))
+    assert waiting.status == "change" and waiting.recommended is not None and waiting.recommended < few.current_s
+    told = ttl.advise(replace(few, starved=True, curves=replace(few.curves, returned=99.0)))
+    assert told.reason_code == "too_few_gaps" and "need 20 and 100" in told.reason
+
+
 def test_no_interval_from_few_conversations() -> None:
     tight = {"usage_p99": 0.95, "pool_tokens": 3_400_000.0}
     assert ttl.advise(inputs(**tight, conversations=49.0)).interval is None
