@@ -21,8 +21,8 @@ from pydantic import BaseModel
 
 from kvtune_connector.wire import PARAMS
 
-_OUTPUT = "res"
-"""The engine's output at hand, in vLLM's stream generators."""
+_REQUEST, _OUTPUT = "request", "res"
+"""The request, and the engine's output at hand, in vLLM's stream generators."""
 
 
 def register() -> None:
@@ -48,7 +48,7 @@ def extend(chunk: type[BaseModel], generator: Callable[..., Any] | None) -> None
     if PARAMS in chunk.model_fields or chunk.model_dump_json is not BaseModel.model_dump_json:
         return
     code = getattr(generator, "__code__", None)
-    if code is None or _OUTPUT not in code.co_varnames or chunk.model_config.get("extra") != "allow":
+    if code is None or not {_REQUEST, _OUTPUT} <= set(code.co_varnames) or chunk.model_config.get("extra") != "allow":
         logger.warning("streams will carry no kv_transfer_params: this vLLM makes {} differently", chunk.__name__)
         return
 
@@ -57,10 +57,20 @@ def extend(chunk: type[BaseModel], generator: Callable[..., Any] | None) -> None
         if choices and choices[0].finish_reason is not None:
             caller = sys._getframe(1)
             if caller.f_code is code:
-                params = getattr(caller.f_locals.get(_OUTPUT), PARAMS, None)
-                if params:
+                known = caller.f_locals
+                params = getattr(known.get(_OUTPUT), PARAMS, None)
+                if params and _of_choice(params, choices[0].index, getattr(known.get(_REQUEST), "n", None) or 1):
                     setattr(self, PARAMS, params)
         # What pydantic does, without its spelling out of fifteen defaults: the look at `choices` is paid by that.
         return self.__pydantic_serializer__.to_json(self, **options).decode()
 
     chunk.model_dump_json = model_dump_json  # type: ignore[method-assign]
+
+
+def _of_choice(params: dict[str, Any], index: int, n: int) -> bool:
+    """Whether they are of the choice `index`, of `n` a prompt.
+
+    vLLM makes a request of each choice, `0_...`, `1_...`, and one output of those that end in one step, which keeps
+    the parameters of one of them only.
+    """
+    return n == 1 or str(params.get("remote_request_id")).startswith(f"{index % n}_")

@@ -276,12 +276,12 @@ def _connector() -> Iterator[Metric]:
     )  # fmt: skip
     yield Metric(
         "kvtune_decision_tokens_total", "counter", "tokens",
-        "Tokens of the history each decision was about: fetched, held locally, or available but computed again.",
+        "Tokens of the history each decision was about: fetched, held locally, or available on D but computed again.",
         "connector", _DECISION, None, DECISION_REASONS,
     )  # fmt: skip
     yield Metric(
         "kvtune_prompt_tokens_total", "counter", "tokens",
-        "Prompt tokens by where their KV came from.",
+        "Prompt tokens by where their KV is to come from, as prefill decides; what is aborted after that counts whole.",
         "connector", (Label("source", ("computed", "local_hit", "fetched")),),
     )  # fmt: skip
     yield Metric(

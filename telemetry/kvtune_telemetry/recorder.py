@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from kvtune_telemetry import events
 from kvtune_telemetry.buckets import COARSE_SIZE_EDGES, size_label
 from kvtune_telemetry.instruments import Families, Instruments, without_created
-from kvtune_telemetry.vocabulary import Path, Role
+from kvtune_telemetry.vocabulary import Decision, Path, Role
 
 _FAILED_STATUS = 500
 
@@ -240,7 +240,11 @@ class ConnectorRecorder:
 
     def _decided(self, event: events.PrefillDecided) -> None:
         on, labels = self._on, (event.decision.value, event.reason.value)
-        about = event.fetched_tokens or event.available_tokens or event.local_tokens
+        about = {
+            Decision.FETCH: event.fetched_tokens,
+            Decision.LOCAL_HIT: event.local_tokens,
+            Decision.RECOMPUTE: event.available_tokens,
+        }[event.decision]
         on.counter("kvtune_decisions_total", *labels).inc()
         on.counter("kvtune_decision_tokens_total", *labels).inc(about)
         computed = event.prompt_tokens - event.local_tokens - event.fetched_tokens

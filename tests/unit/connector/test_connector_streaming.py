@@ -24,8 +24,14 @@ def warnings() -> Iterator[list[str]]:
 
 
 class Choice(BaseModel):
+    index: int = 0
     text: str
     finish_reason: str | None = None
+
+
+@dataclass
+class Request:
+    n: int | None = None
 
 
 @dataclass
@@ -33,6 +39,7 @@ class Output:
     text: str
     finish_reason: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    index: int = 0
 
 
 def stream_model(**config: Any) -> type[BaseModel]:
@@ -50,9 +57,9 @@ def stream_model(**config: Any) -> type[BaseModel]:
 def stream_of(chunk: Any) -> Callable[..., AsyncIterator[str]]:
     """What vLLM's stream generators do, as far as it matters."""
 
-    async def generator(outputs: list[Output]) -> AsyncIterator[str]:
+    async def generator(request: Request, outputs: list[Output]) -> AsyncIterator[str]:
         for res in outputs:
-            made = chunk(id="r", choices=[Choice(text=res.text, finish_reason=res.finish_reason)])
+            made = chunk(id="r", choices=[Choice(index=res.index, text=res.text, finish_reason=res.finish_reason)])
             yield f"data: {made.model_dump_json(exclude_unset=True)}\n\n"
         last = chunk(id="r", choices=[], usage={"total_tokens": 3})
         yield f"data: {last.model_dump_json(exclude_unset=False, exclude_none=True)}\n\n"
@@ -61,12 +68,12 @@ def stream_of(chunk: Any) -> Callable[..., AsyncIterator[str]]:
     return generator
 
 
-async def pieces(chunk: Any, outputs: list[Output], *, extended: bool) -> list[str]:
+async def pieces(chunk: Any, outputs: list[Output], *, extended: bool, n: int | None = None) -> list[str]:
     generator = stream_of(chunk)
     if extended:
         extend(chunk, generator)
         assert chunk.model_dump_json is not BaseModel.model_dump_json
-    return [piece async for piece in generator(outputs)]
+    return [piece async for piece in generator(Request(n), outputs)]
 
 
 TOLD = [Output("hé", None), Output("", "length", PARAMS)]
@@ -88,20 +95,34 @@ async def test_a_stream_without_them_is_untouched(params: Any) -> None:
     assert got == await pieces(stream_model(), told, extended=False)
 
 
-async def test_each_choice_that_ends_carries_those_of_its_own_output() -> None:
-    told = [Output("a", "stop", {"n": 1}), Output("b"), Output("c", "length", {"n": 2})]
-    got = await pieces(stream_model(), told, extended=True)
-    found = [orjson.loads(piece[6:]).get("kv_transfer_params") for piece in got[:-1]]
-    assert found == [{"n": 1}, None, {"n": 2}, None]
+async def carried(told: list[Output], n: int | None) -> list[Any]:
+    """What of `kv_transfer_params` the chunks carry."""
+    got = await pieces(stream_model(), told, extended=True, n=n)
+    return [orjson.loads(piece[6:]).get("kv_transfer_params") for piece in got[:-1]]
+
+
+async def test_each_prompt_that_ends_carries_its_own() -> None:
+    told = [Output("a", "stop", {"n": 1}, index=1), Output("b"), Output("c", "length", {"n": 2})]
+    assert await carried(told, None) == [{"n": 1}, None, {"n": 2}, None]
+
+
+async def test_no_choice_carries_anothers() -> None:
+    first, second = ({"remote_request_id": f"{n}_cmpl-x"} for n in (0, 1))
+    # Both choices end in one step of the engine, and vLLM keeps what it knows of the second.
+    together = [Output("a", "stop", second, index=0), Output("b", "stop", second, index=1)]
+    assert await carried(together, 2) == [None, second, None]
+    # Choices of a second prompt are numbered on.
+    assert await carried([Output("a", "stop", first, index=2), Output("b", "stop", second, index=3)], 2) == [
+        first, second, None,
+    ]  # fmt: skip
 
 
 async def test_nobody_elses_chunks_are_touched() -> None:
     chunk: Any = stream_model()
     extend(chunk, stream_of(chunk))
     res = Output("x", "stop", PARAMS)
-    assert chunk(id="r", choices=[Choice(text=res.text, finish_reason="stop")]).model_dump_json(exclude_unset=True) == (
-        '{"id":"r","choices":[{"text":"x","finish_reason":"stop"}]}'
-    )
+    made = chunk(id="r", choices=[Choice(text=res.text, finish_reason="stop")])
+    assert made.model_dump_json(exclude_unset=True) == '{"id":"r","choices":[{"text":"x","finish_reason":"stop"}]}'
 
 
 async def test_extending_twice_changes_nothing() -> None:

@@ -84,6 +84,20 @@ def test_series_do_not_grow_with_conversations(router: tuple[RouterRecorder, Col
 LABELS = {"model_name": "m", "engine": "0", "role": "prefill"}
 
 
+def test_what_is_held_locally_is_not_booked_as_computed_again() -> None:
+    registry = CollectorRegistry()
+    recorder = ConnectorRecorder(registry, model_name="m", engine="0", role=Role.PREFILL)
+    recorder.record(events.PrefillDecided(Decision.RECOMPUTE, Reason.CONSUMED, 300, 256, 0, 0))
+    recorder.record(events.PrefillDecided(Decision.RECOMPUTE, Reason.BELOW_THRESHOLD, 350, 256, 0, 49))
+    recorder.record(events.PrefillDecided(Decision.LOCAL_HIT, Reason.NONE, 350, 320, 0, 300))
+    got = lambda name, **more: value(registry, name, **LABELS, **more)  # noqa: E731
+    tokens = "kvtune_decision_tokens_total"
+    assert got(tokens, decision="recompute", reason="consumed") == 0
+    assert got(tokens, decision="recompute", reason="below_threshold") == 49
+    assert got(tokens, decision="local_hit", reason="none") == 320
+    assert got("kvtune_prompt_tokens_total", source="local_hit") == 256 + 256 + 320
+
+
 def test_connector_events() -> None:
     registry = CollectorRegistry()
     recorder = ConnectorRecorder(registry, model_name="m", engine="0", role=Role.PREFILL)
