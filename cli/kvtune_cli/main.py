@@ -40,7 +40,7 @@ def _register() -> None:
     app.command("demo")(demo.demo)
     app.command("suggest", cls=Panels)(suggest.suggest)
     app.command("simulate")(simulate.simulate)
-    app.command("record")(record.record)
+    app.command("record", cls=Panels)(record.record)
     app.command("router")(router.router)
     app.command("metrics")(metrics.metrics)
     benchmarks = typer.Typer(help="Simulated engines and measurements.", no_args_is_help=True, rich_markup_mode=None)

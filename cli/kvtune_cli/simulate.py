@@ -48,6 +48,12 @@ def simulate(
     prefill_cache: Annotated[
         bool, typer.Option("--prefill-cache/--no-prefill-cache", help="Prefill keeps the last prompt.")
     ] = False,
+    explore: Annotated[
+        float,
+        typer.Option(
+            "--explore", metavar="SHARE", help="Of references (0..0.05) to try the other path with, near the threshold."
+        ),
+    ] = 0.0,
     noise: Annotated[float, typer.Option("--noise", help="Sigma of the factor on every time.", min=0, max=2)] = 0.1,
     seed: Annotated[int, typer.Option("--seed", help="Of traffic and noise.")] = 1,
     jobs: Annotated[int, typer.Option("--jobs", help="Processes [one a core].", min=0)] = 0,
@@ -95,7 +101,7 @@ def simulate(
             pools=_numbers(pool_tokens, "--pool-tokens", int, 1) if pool_tokens else (), compared=compared, seed=seed,
             duration_s=seconds(duration, "--duration"), warmup_s=seconds(warmup, "--warmup"),
             prefill_engines=prefill, prefill_cache=prefill_cache, noise=noise, current_ttl_s=current_ttl,
-            snapshot=snapshot, stock=stock, jobs=jobs,
+            explore=explore, snapshot=snapshot, stock=stock, jobs=jobs,
         )  # fmt: skip
         if not request.compared and not request.ttls_s:
             fail("nothing to replay: give --ttl, or --policies", code=2)

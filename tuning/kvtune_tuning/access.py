@@ -7,10 +7,13 @@ import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvtune_tuning.errors import UsageError
+
+if TYPE_CHECKING:
+    import httpx
 
 _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+)[ \t]*:[ \t]*([\x20-\x7e\t]*)")
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
@@ -59,9 +62,8 @@ class Access:
         ]  # fmt: skip
         if len(ways) > 1:
             raise UsageError("two_logins", f"both {' and '.join(ways)}", "Give one way to log in.")
-        if self.bearer_token_file is not None:
-            headers["Authorization"] = f"Bearer {_token(self.bearer_token_file)}"
-        return {"headers": headers, "verify": self._verify(), "timeout": self.timeout_s or timeout_s}
+        bearer = None if self.bearer_token_file is None else _Bearer(self.bearer_token_file)
+        return {"headers": headers, "auth": bearer, "verify": self._verify(), "timeout": self.timeout_s or timeout_s}
 
     def _verify(self) -> ssl.SSLContext | bool:
         import httpx
@@ -108,6 +110,30 @@ class Access:
             "Log in with --bearer-token-file FILE, --header 'Authorization: ...', user:password@ in the address or "
             "--client-cert; a tenant is named with --header 'X-Scope-OrgID: TENANT'."
         )
+
+
+def connection_hint(said: str, otherwise: str) -> str:
+    """What to do about a connection that failed with these words; `otherwise` where they are not of certificates."""
+    if "CERTIFICATE_VERIFY_FAILED" in said:
+        return "Give the authority that signed its certificate with --ca-file FILE."
+    if "certificate required" in said.lower() or "handshake failure" in said.lower():
+        return "It may want a certificate of ours: --client-cert FILE --client-key FILE."
+    return otherwise
+
+
+class _Bearer:
+    """Puts the token in a file into each request; raises UsageError where there is none.
+
+    It is read anew each time: Kubernetes replaces tokens within the hour, and recordings run for longer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _token(path)
+
+    def __call__(self, request: httpx.Request) -> httpx.Request:
+        request.headers["Authorization"] = f"Bearer {_token(self.path)}"
+        return request
 
 
 def _header(text: str) -> tuple[str, str]:

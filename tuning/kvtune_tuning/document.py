@@ -111,7 +111,7 @@ def _as_far_as_retained(advice: ttl.TtlAdvice, evidence: Evidence) -> ttl.TtlAdv
             reason=f"keep {now} s: the pool has room (P99 usage {usage:.0f} %); whether a longer TTL would gain "
             "something is not seen without kvtune's router",
         )  # fmt: skip
-    if advice.reason_code == "too_few_gaps" and evidence.ttl.curves.returned >= ttl.MIN_GAPS:
+    if advice.reason_code == "too_few_gaps" and evidence.ttl.curves.returned >= ttl.gaps_needed(evidence.ttl):
         return replace(
             advice, retry_after_s=None,
             reason=f"cannot tell: decode retained for at least {evidence.ttl.conversations:.0f} conversations at once, "
@@ -179,6 +179,7 @@ def _threshold(evidence: Evidence, advice: threshold.ThresholdAdvice) -> dict[st
             "crossing_tokens": advice.crossing,
             "crossing_interval": _interval(advice.crossing_interval),
             "gain_s_per_turn": advice.gain_s,
+            "gain_interval_s": _interval(advice.gain_interval),
         },
     }
 
@@ -295,6 +296,7 @@ def _explain(
                 if line is not None
             ),
             f"n* (where both cost the same): {_number(threshold_advice.crossing, ' tokens')}",
+            *map(_seen, threshold_advice.pairs),
         ],
         "costs": [
             {
@@ -310,6 +312,15 @@ def _explain(
         ],
         "queries": queries,
     }
+
+
+def _seen(pair: threshold.Pair) -> str:
+    """What was seen of both paths at one size, beside the lines."""
+    return (
+        f"near {pair.tokens:.0f} tokens fetching was seen to cost {1000 * pair.seen_s:+.1f} ms against computing "
+        f"(standard error {1000 * pair.error_s:.1f} ms); by the lines {1000 * pair.line_s:+.1f} ms"
+        f"{': they are contradicted' if pair.contradicts else ''}"
+    )
 
 
 def _explain_ttl(evidence: Evidence, advice: ttl.TtlAdvice) -> list[str]:

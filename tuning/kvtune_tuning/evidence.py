@@ -9,7 +9,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from kvtune_connector.policy import DEFAULT_THRESHOLD_TOKENS, DEFAULT_TTL_S, EXPIRY_MARGIN_S
+from kvtune_connector.policy import DEFAULT_THRESHOLD_TOKENS, DEFAULT_TTL_S, EXPIRY_MARGIN_S, EXPLORE_FACTOR
 from kvtune_telemetry.buckets import GAP_SECONDS, SIZE_EDGES
 from kvtune_telemetry.vocabulary import Decision, End, Outcome, Path, Reason, Role
 from kvtune_tuning import stock, threshold, ttl
@@ -30,6 +30,9 @@ MAX_USAGE = 1.5
 """Above it a usage is no share of the pool. A little over 1 may be rounding."""
 MAX_GAUGE = 1e15
 """No pool, no setting and no number of requests is larger."""
+MAX_COUNTER = 1e30
+LEAST = 1e-15
+"""No counter comes so far (squares of tokens do not either), and nothing but zero is smaller."""
 MAX_AHEAD_S = 10.0
 """Scrapes further ahead of the wall clock are in the time of a simulation."""
 
@@ -215,7 +218,12 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
         ttft_followup_s=ttft,
         costs=_costs(series, recompute, fetch, window, engines_of(Role.PREFILL)),
     )
-    ttl_inputs, held_back = ttl.unhindered(ttl_inputs, _pause(series))
+    ttl_inputs = ttl.unhindered(ttl_inputs, _pause(series), _backlog(series, roles))
+    exploring = _share(series, "explore_ratio")
+    explored = {
+        decision.value: _decided(series, decision, Reason.EXPLORED)[0]
+        for decision in (Decision.FETCH, Decision.RECOMPUTE)
+    }
     threshold_inputs = threshold.ThresholdInputs(
         current=threshold_setting.value,
         window_s=window,
@@ -224,6 +232,7 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
         fetched=_fetched(series, threshold_setting.value),
         below=_below(series, threshold_setting.value),
         ttft_followup_s=ttft,
+        explored=sum(explored.values()) if exploring or any(explored.values()) else None,
     )
     restarts = _restarts(series)
     holes = _holes(series, start, end)
@@ -308,8 +317,10 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
         "retained_tokens_mean": held_observed,
         "retained_tokens_predicted": held_predicted,
         "kappa": kappa,
-        "holdout_ratio": _holdout(series),
-        "demand_factor": held_back,
+        "holdout_ratio": _share(series, "holdout_ratio"),
+        "explore_ratio": exploring,
+        "explored": explored,
+        "demand_factor": ttl_inputs.raised_by,
         "useful_share": useful if useful_known else None,
         "saving_us_per_token": None if saving is None else 1e6 * saving,
         "ttft_followup_mean_s": ttft,
@@ -375,17 +386,17 @@ def _window(series: SeriesSet) -> tuple[float, float]:
 def _plausible(series: SeriesSet) -> tuple[SeriesSet, list[Check], int]:
     """The series without values that cannot be, what to say about those, and how many they are.
 
-    Nothing that is read can be negative, a usage is a share, and no gauge is astronomic.
+    Nothing that is read can be negative, a usage is a share, and nothing is astronomic.
     """
     kept = []
     dropped: dict[tuple[str, str], list[float]] = {}
     for one in series.series:
-        most = math.inf
+        most = MAX_COUNTER
         if one.name == "vllm:kv_cache_usage_perc":
             most = MAX_USAGE
         elif not one.name.endswith(_COUNTERS):
             most = MAX_GAUGE
-        good = (one.values >= 0) & (one.values <= most)
+        good = ((one.values >= LEAST) & (one.values <= most)) | (one.values == 0)
         if not good.all():
             key = (one.label("setting") or one.name, one.target)
             dropped.setdefault(key, []).extend(float(v) for v in one.values[~good])
@@ -406,9 +417,9 @@ def _plausible(series: SeriesSet) -> tuple[SeriesSet, list[Check], int]:
     return rest, checks, sum(len(values) for values in dropped.values())
 
 
-def _holdout(series: SeriesSet) -> float | None:
-    """Share of conversations that the routers hold out from reuse."""
-    found = series.named("kvtune_router_setting", setting="holdout_ratio")
+def _share(series: SeriesSet, setting: str) -> float | None:
+    """A share that is set in the routers: the largest, if they differ."""
+    found = series.named("kvtune_router_setting", setting=setting)
     return max(float(s.values[-1]) for s in found) if found else None
 
 
@@ -687,24 +698,44 @@ def _points(series: SeriesSet, path: Path, start: float, end: float) -> tuple[Co
     return tuple(points)
 
 
+def _decided(series: SeriesSet, decision: Decision, reason: Reason) -> tuple[float, float]:
+    """How often prefill decided so, and the tokens of the histories it was about."""
+    count, tokens = (
+        series.increase(name, decision=decision.value, reason=reason.value) or 0.0
+        for name in ("kvtune_decisions_total", "kvtune_decision_tokens_total")
+    )
+    return count, tokens
+
+
 def _fetched(series: SeriesSet, current: float) -> tuple[threshold.Sizes, ...]:
+    """Histories that are fetched unless exploration prevents it, by size class."""
     found = []
     low = 0.0
+    # What exploration fetched lies below the threshold: the smallest fetches of all. It belongs to `_below`.
+    less, less_tokens = _decided(series, Decision.FETCH, Reason.EXPLORED)
     for size in (*map(str, SIZE_EDGES), "inf"):
         count = series.increase("kvtune_path_observations_total", path=Path.FETCH.value, size=size) or 0.0
         tokens = series.increase("kvtune_path_tokens_total", path=Path.FETCH.value, size=size) or 0.0
         high = float(size) if size != "inf" else max(2 * low, 2 * tokens / count if count else 0.0)
+        gone, gone_tokens = (count, tokens) if count <= less else (less, less_tokens)
+        less, less_tokens = less - gone, max(0.0, less_tokens - gone_tokens)
+        count, tokens = count - gone, tokens - gone_tokens
         if count > 0:
-            mean = tokens / count
+            mean = min(max(tokens / count, low + 1), high)
             found.append(threshold.Sizes(min(max(low, current - 1), mean), max(high, mean), mean, count))
         low = high
+    count, tokens = _decided(series, Decision.RECOMPUTE, Reason.EXPLORED)
+    if count > 0 and tokens > 0:
+        mean = tokens / count
+        found.append(threshold.Sizes(min(current, mean), max(EXPLORE_FACTOR * current, mean), mean, count))
     return tuple(found)
 
 
 def _below(series: SeriesSet, current: float) -> threshold.Sizes | None:
-    decision, reason = Decision.RECOMPUTE.value, Reason.BELOW_THRESHOLD.value
-    count = series.increase("kvtune_decisions_total", decision=decision, reason=reason) or 0.0
-    tokens = series.increase("kvtune_decision_tokens_total", decision=decision, reason=reason) or 0.0
+    """What is computed again because it is too small, and what exploration fetched all the same."""
+    ordinary = _decided(series, Decision.RECOMPUTE, Reason.BELOW_THRESHOLD)
+    explored = _decided(series, Decision.FETCH, Reason.EXPLORED)
+    count, tokens = ordinary[0] + explored[0], ordinary[1] + explored[1]
     if count <= 0 or tokens <= 0:
         return None
     mean = tokens / count
@@ -737,6 +768,15 @@ def _pause(series: SeriesSet) -> float | None:
     """Mean pause between a turn's end and the next turn (s)."""
     total, count = (series.increase(f"kvtune_turn_gap_seconds_{part}") for part in ("sum", "count"))
     return total / count if total is not None and count else None
+
+
+def _backlog(series: SeriesSet, roles: dict[str, str]) -> float:
+    """By how many more requests wait on decode at the window's end than at its begin."""
+    return sum(
+        float(waiting.values[-1] - waiting.values[0])
+        for waiting in series.named("vllm:num_requests_waiting")
+        if roles.get(waiting.target) == Role.DECODE and len(waiting.values)
+    )
 
 
 def _by(series: SeriesSet, name: str, label: str) -> dict[str, float]:

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, unquote, urljoin, urlsplit
 
 import orjson
 
-from kvtune_tuning.access import Access
+from kvtune_tuning.access import Access, connection_hint
 from kvtune_tuning.errors import TuningError, UsageError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class PrometheusApi:
             except httpx.ConnectTimeout as error:
                 raise self._unreachable(error) from None
             except httpx.TimeoutException as error:
-                raise self._too_slow(f"no answer in time ({error or type(error).__name__})") from None
+                raise self._too_slow(f"no answer in time ({str(error) or type(error).__name__})") from None
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 # One that has answered before may be back in a moment.
                 if not self._answered or not self._pause(attempt, None):
@@ -242,11 +242,7 @@ class PrometheusApi:
 
     def _unreachable(self, error: Exception) -> TuningError:
         said = str(error) or type(error).__name__
-        hint = "Check the address and that Prometheus is up."
-        if "CERTIFICATE_VERIFY_FAILED" in said:
-            hint = "Give the authority that signed its certificate with --ca-file FILE."
-        elif "certificate required" in said.lower() or "handshake failure" in said.lower():
-            hint = "It may want a certificate of ours: --client-cert FILE --client-key FILE."
+        hint = connection_hint(said, "Check the address and that Prometheus is up.")
         return TuningError("unreachable", f"{self.shown}: {said}", hint)
 
     def note(self, text: str) -> None:

@@ -129,6 +129,7 @@ def query_prometheus(
         use = client or stack.enter_context(httpx.Client(**options))
         if client is not None:
             use.headers.update(options["headers"])
+            use.auth = options["auth"]
         api = PrometheusApi(url, use, access, sleep)
         return _Reader(api, added, tuple(sorted(names)), max_points, max_total, wall, progress).read(
             window_s, end_unix_s, step_s, replica_labels

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from kvtune_telemetry.clock import Clock
-from kvtune_tuning.access import Access
+from kvtune_tuning.access import Access, connection_hint
 from kvtune_tuning.errors import TuningError, UsageError
 from kvtune_tuning.exposition import check_known
 
@@ -142,10 +142,11 @@ async def http_fetch(urls: Sequence[str] = (), access: Access | None = None) -> 
             try:
                 answer = await client.get(url, headers={"accept": "text/plain;version=0.0.4;q=1,*/*;q=0.1"})
             except (httpx.HTTPError, httpx.InvalidURL) as error:
+                said = str(error) or type(error).__name__
                 raise TuningError(
                     "unreachable",
-                    f"{without_secrets(url)}: {error or type(error).__name__}",
-                    "Check that the target is up and reachable.",
+                    f"{without_secrets(url)}: {said}",
+                    connection_hint(said, "Check that the target is up and reachable."),
                 ) from None
             if answer.status_code != 200:
                 raise TuningError(
@@ -248,19 +249,21 @@ async def record(
     *,
     duration_s: float | None = None,
     fetch: Fetch | None = None,
+    access: Access | None = None,
     complain: Complain | None = None,
 ) -> Recording:
     """Write snapshots of `targets` (addresses) into `directory` until `stop` is set or `duration_s` have passed.
 
-    Times and intervals are `clock`'s, so that a recording of a scaled simulation is in model time. Raises TuningError
-    where the directory cannot be written or no target answers the first time.
+    Times and intervals are `clock`'s, so that a recording of a scaled simulation is in model time. Raises UsageError
+    where `access` cannot be used, before anything is written, and TuningError where the directory cannot be written or
+    no target answers the first time.
     """
     named = names_of(targets)
-    writer = SnapshotWriter(directory)
-
-    def sink(unix_s: float, target: str, text: str) -> None:
-        writer.write(unix_s, target, text)
-
     async with contextlib.AsyncExitStack() as stack:
-        use = fetch if fetch is not None else await stack.enter_async_context(http_fetch())
+        use = fetch if fetch is not None else await stack.enter_async_context(http_fetch(targets, access))
+        writer = SnapshotWriter(directory)
+
+        def sink(unix_s: float, target: str, text: str) -> None:
+            writer.write(unix_s, target, text)
+
         return await scrape_rounds(named, clock, interval_s, stop, sink, use, duration_s=duration_s, complain=complain)

@@ -63,6 +63,11 @@ def _rhythm(
     return every, total
 
 
+def _patient(access: Access | None, timeout: str | None) -> Access:
+    """The access with the time to wait for one answer. Raises UsageError."""
+    return replace(access or Access(), timeout_s=seconds(timeout, "--timeout") if timeout else None)
+
+
 @contextlib.contextmanager
 def _stop_on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Iterator[None]:
     """Ctrl-C and SIGTERM set `stop`, so that the last round is still taken; a second one interrupts as usual."""
@@ -144,7 +149,7 @@ def run_suggest(
                 f"{' and '.join(timing)} with {given[0]}",
                 "They are for live scrapes (--scrape); give --window to use only the last part of what there is.",
             )
-        access = replace(access or Access(), timeout_s=seconds(timeout, "--timeout") if timeout else None)
+        access = _patient(access, timeout)
         _no_misfits(given[0], access, matchers, replica_labels, max_points)
         window_s = seconds(window, "--window") if window else None
         stated = Stated.of(
@@ -285,20 +290,24 @@ def run_record(
     interval: str | None = None,
     duration: str | None = None,
     output: str = "table",
+    access: Access | None = None,
+    timeout: str | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
     clock: Clock | None = None,
 ) -> int:
     """Run `kvtune record` until its duration or Ctrl-C; returns its exit code. The summary goes to stdout.
 
-    `interval` is 15 s by default.
+    `interval` is 15 s by default; `access` and `timeout` are as in `run_suggest`.
     """
     payload, err = stdout or sys.stdout, stderr or sys.stderr
     try:
         if output not in ("table", "json"):
             raise UsageError("bad_format", f"--format: unknown format {output!r}", "Choose one of table, json.")
         every, total = _rhythm(interval, duration, DEFAULT_RECORD_INTERVAL_S, None)
-        summary = asyncio.run(_record(scrape, out, every, total, err, clock or SystemClock()))
+        summary = asyncio.run(
+            _record(scrape, out, every, total, _patient(access, timeout), err, clock or SystemClock())
+        )
     except TuningError as error:
         _tell(error, err)
         if output == "json":
@@ -317,7 +326,13 @@ def run_record(
 
 
 async def _record(
-    urls: Sequence[str], directory: str | Path, interval_s: float, duration_s: float | None, err: TextIO, clock: Clock
+    urls: Sequence[str],
+    directory: str | Path,
+    interval_s: float,
+    duration_s: float | None,
+    access: Access,
+    err: TextIO,
+    clock: Clock,
 ) -> dict[str, Any]:
     from kvtune_tuning.recording import names_of, record
 
@@ -327,7 +342,7 @@ async def _record(
     print(f"recording {len(targets)} target(s) every {interval_s:g} s {until}", file=err)
     with _stop_on_signals(asyncio.get_running_loop(), stop):
         done = await record(
-            urls, directory, clock, interval_s, stop, duration_s=duration_s,
+            urls, directory, clock, interval_s, stop, duration_s=duration_s, access=access,
             complain=lambda message: print(f"scrape failed: {message}", file=err),
         )  # fmt: skip
     return {

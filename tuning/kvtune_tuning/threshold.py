@@ -3,7 +3,8 @@
 n tokens of history can be fetched (`alpha + beta n`) or computed again (`b n`, on top of a fixed cost that either way
 is paid for the new tokens). The two are equal at n* = alpha / (b - beta). The threshold in force hides half of each
 line: below it nothing is fetched, and what is fetched was never computed. So identifiability is tested first, and
-what is not identifiable is said to be so.
+what is not identifiable is said to be so. Exploration (the router asks for the other path, at random, near the
+threshold) shows what it hides.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvtune_connector.policy import EXPLORE_FACTOR
 from kvtune_tuning.lines import Arm, CostPoint, Line, fit
 from kvtune_tuning.series import Floats
 from kvtune_tuning.wording import digits
@@ -23,6 +25,10 @@ MIN_OBSERVATIONS = 200
 """Costs observed, on each path."""
 MIN_RANGE = 8.0
 """Largest over smallest mean size of the classes observed, on each path."""
+EXPLORED_FETCHES = 50
+EXPLORED_RANGE = 3.0
+"""Fetches, and range of sizes on each path, that are enough while the router explores: what is seen then lies on both
+sides of the threshold, and no line need be drawn out to it."""
 MIN_CLASS = 5.0
 """Observations that make a class count as seen."""
 MIN_GAIN_S = 0.002
@@ -39,6 +45,10 @@ MAX_THRESHOLD = 131072
 NEGLIGIBLE = 0.005
 """A share of fetches below this is no reason for anything."""
 _DRAWS = 100
+_COMPARED = 4 * MIN_CLASS
+"""Observations of a size class, on each path, before the two are compared."""
+_SURE = 3.0
+"""Standard errors by which costs seen at one size must differ from the lines to contradict them."""
 _NOISE = 0.25
 """Share of the largest difference between the two costs that is taken for noise."""
 
@@ -62,11 +72,24 @@ class ThresholdInputs:
     fetch: tuple[CostPoint, ...]
     recompute: tuple[CostPoint, ...]
     fetched: tuple[Sizes, ...]
-    """Sizes that were fetched."""
+    """What was fetched, or would have been but for exploration."""
     below: Sizes | None
-    """What could have been fetched but was below the threshold; None when there was none."""
+    """What could have been fetched but was below the threshold, also where exploration fetched it; None when there was
+    none."""
     ttft_followup_s: float | None
     """Observed mean TTFT of follow-up turns."""
+    explored: float | None = None
+    """Histories near the threshold that took the other path, because the router explores; None: it does not."""
+
+    @property
+    def exploring(self) -> bool:
+        """Whether the router explores."""
+        return self.explored is not None
+
+    @property
+    def histories(self) -> float:
+        """Fetchable histories, whatever was done about them."""
+        return sum(s.count for s in self.fetched) + (self.below.count if self.below else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +102,23 @@ class ThresholdRow:
     extra_mean_s: float
     """Mean cost of getting a history, by either path."""
     ttft_mean_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Fetching less computing again, as seen at one size near the threshold. Seconds."""
+
+    tokens: float
+    seen_s: float
+    error_s: float
+    """Standard error of `seen_s`."""
+    line_s: float
+    """What the two lines say at this size."""
+
+    @property
+    def contradicts(self) -> bool:
+        """Whether what was seen differs from the lines by more than chance, and enough to matter."""
+        return abs(self.seen_s - self.line_s) > max(_SURE * self.error_s, FLAT_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +139,10 @@ class ThresholdAdvice:
     crossing: float | None
     crossing_interval: tuple[float, float] | None
     gain_s: float | None
+    gain_interval: tuple[float, float] | None = None
+    """5 and 95 % of what moving to the advised value saves (s a history)."""
+    pairs: tuple[Pair, ...] = ()
+    """Set while the router explores."""
     retry_after_s: float | None = None
 
 
@@ -125,7 +169,8 @@ def _range(points: Sequence[CostPoint]) -> tuple[float, float]:
 
 def _split(sizes: Sizes, tau: Floats) -> tuple[Floats, Floats, Floats, Floats]:
     """Shares below and at or above each tau, and their mean sizes, for sizes spread log-uniformly over the class."""
-    low, high = max(1.0, sizes.low), max(sizes.high, sizes.low + 1.0, 2.0)
+    low = max(1.0, sizes.low)
+    high = max(sizes.high, low * (1 + 1e-6), low + 1.0)
     cut = np.clip(tau, low, high)
     span = math.log(high / low)
     share = np.log(cut / low) / span
@@ -156,20 +201,75 @@ def _grid() -> Floats:
     return np.unique(np.round(np.geomspace(16, MAX_THRESHOLD, 157)))
 
 
-def _draws(inputs: ThresholdInputs) -> list[float | None]:
-    """n* from resampled stretches of time; seeded, so that the same inputs give the same interval."""
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """Both lines from resampled stretches of time; `times`: how often each stretch was drawn."""
+
+    times: Floats
+    recompute: Line
+    fetch: Line
+
+
+def _draws(inputs: ThresholdInputs) -> list[_Draw]:
+    """Seeded, so that the same inputs give the same intervals."""
     rng = np.random.default_rng(31)
     arms = [Arm.of(points) for points in (inputs.recompute, inputs.fetch)]
     stretches = np.unique(np.concatenate([arm.stretch for arm in arms]))
-    found: list[float | None] = []
+    found = []
     for _ in range(_DRAWS):
-        times = np.bincount(rng.choice(stretches, len(stretches)), minlength=int(stretches[-1]) + 1)
+        drawn = rng.choice(stretches, len(stretches))
+        times = np.bincount(drawn, minlength=int(stretches[-1]) + 1).astype(np.float64)
         try:
-            recompute, fetch = (fit(arm.weighted(times[arm.stretch].astype(np.float64))) for arm in arms)
+            recompute, fetch = (fit(arm.weighted(times[arm.stretch])) for arm in arms)
         except ValueError:
             continue
-        found.append(crossing(recompute, fetch))
+        found.append(_Draw(times, recompute, fetch))
     return found
+
+
+def _by_size(points: Sequence[CostPoint]) -> dict[str, Arm]:
+    """The size classes that were seen often enough to be compared with the other path's."""
+    members: dict[str, list[CostPoint]] = {}
+    for p in points:
+        members.setdefault(p.size, []).append(p)
+    return {size: Arm.of(of) for size, of in members.items() if _observed(of) >= _COMPARED}
+
+
+def _differences(
+    fetched: dict[str, Arm], computed: dict[str, Arm], recompute: Line, times: Floats | None = None
+) -> dict[str, tuple[float, float]]:
+    """Tokens, and fetching less computing them (s), of each class that both paths were seen in.
+
+    A prefill's fixed cost is paid on either path, so that it is taken off; and the two are compared at the same size:
+    the class's recompute cost is moved along its own line.
+    """
+    found = {}
+    for size, one in fetched.items():
+        if size not in computed:
+            continue
+        arms = [arm if times is None else arm.weighted(times[arm.stretch]) for arm in (one, computed[size])]
+        if all(len(arm.count) for arm in arms):
+            (n_fetch, fetch), (n_compute, compute) = ((float(v[0]) for v in arm.by_class()[:2]) for arm in arms)
+            marginal = compute - recompute.intercept + recompute.slope * (n_fetch - n_compute)
+            found[size] = (n_fetch, fetch - marginal)
+    return found
+
+
+def _pairs(inputs: ThresholdInputs, recompute: Line, fetch: Line, draws: Sequence[_Draw]) -> tuple[Pair, ...]:
+    """Both paths compared class by class within the reach of exploration, by size; nothing where none goes on."""
+    if not inputs.exploring:
+        return ()
+    fetched, computed = _by_size(inputs.fetch), _by_size(inputs.recompute)
+    drawn = [_differences(fetched, computed, draw.recompute, draw.times) for draw in draws]
+    found = []
+    for size, (tokens, seen) in _differences(fetched, computed, recompute).items():
+        if not inputs.current / EXPLORE_FACTOR <= tokens <= inputs.current * EXPLORE_FACTOR:
+            continue
+        others = [one[size][1] for one in drawn if size in one]
+        if len(others) > 1:
+            line = fetch.at(tokens) - recompute.slope * tokens
+            found.append(Pair(tokens, seen, float(np.std(others, ddof=1)), line))
+    return tuple(sorted(found, key=lambda pair: pair.tokens))
 
 
 def smallest_fetched(inputs: ThresholdInputs) -> float:
@@ -198,7 +298,7 @@ def advise(inputs: ThresholdInputs) -> ThresholdAdvice:
     current = inputs.current
     blank = ThresholdAdvice("insufficient", current, None, None, None, (), "", "", (), None, None, None, None, None)
     fetches, computes = _observed(inputs.fetch), _observed(inputs.recompute)
-    fetchable = fetches + (inputs.below.count if inputs.below else 0.0)
+    fetchable = inputs.histories
     if fetchable < MIN_OBSERVATIONS or (computes < MIN_OBSERVATIONS and computes > 0):
         waits = []
         for have in (fetchable, computes):
@@ -214,7 +314,9 @@ def advise(inputs: ThresholdInputs) -> ThresholdAdvice:
         )
     between = _nothing_between(inputs)
 
-    def unidentifiable(code: str, why: str, remedy: str) -> ThresholdAdvice:
+    explore = "" if inputs.exploring else ", or let the router explore"
+
+    def unidentifiable(code: str, why: str, remedy: str, retry_after_s: float | None = None) -> ThresholdAdvice:
         if between is not None:
             return _equivalent(blank, between)
         return replace(
@@ -223,13 +325,20 @@ def advise(inputs: ThresholdInputs) -> ThresholdAdvice:
             reason_code=code,
             recommended=None,
             reason=f"not identifiable: {why}; {remedy}",
+            # what is in force shows no more with time, exploration does
+            retry_after_s=math.ceil(retry_after_s) if inputs.exploring and retry_after_s is not None else None,
         )
 
-    probe = f"raise the threshold to {PROBE_TOKENS} for half an hour and ask again, or let the router explore"
-    if fetches < MIN_OBSERVATIONS:
+    def lower(factor: float) -> str:
+        return f"lower the threshold to {max(16, current // factor):g} for half an hour and ask again{explore}"
+
+    probe = f"raise the threshold to {PROBE_TOKENS} for half an hour and ask again{explore}"
+    near = inputs.explored is not None and inputs.explored >= MIN_CLASS
+    enough, wide = (EXPLORED_FETCHES, EXPLORED_RANGE) if near else (MIN_OBSERVATIONS, MIN_RANGE)
+    if fetches < enough:
         return unidentifiable(
             "fetch_not_observed", f"only {fetches:.0f} fetches seen, everything else is below {digits(current)} tokens",
-            f"lower the threshold to {max(16, current // 4):g} for half an hour and ask again",
+            lower(4), (enough - fetches) * inputs.window_s / fetches if fetches > 0 else None,
         )  # fmt: skip
     if computes < MIN_OBSERVATIONS:
         return unidentifiable(
@@ -237,16 +346,16 @@ def advise(inputs: ThresholdInputs) -> ThresholdAdvice:
         )
     spans = {"fetch": _range(inputs.fetch), "recompute": _range(inputs.recompute)}
     for path, (low, high) in spans.items():
-        if not high >= MIN_RANGE * low:
+        if not high >= wide * low:
             seen = f"{low:.0f} to {high:.0f} tokens" if low > 0 else "no size class often enough"
-            remedy = probe
-            if path == "fetch" and current > 64 and low < 4 * current:
-                # the threshold itself cuts the range from below
-                remedy = f"lower the threshold to {max(16, current // MIN_RANGE):g} for half an hour and ask again"
+            # the threshold itself cuts the range of what is fetched from below
+            cut = path == "fetch" and current > 16 and not low >= 4 * current
+            points = inputs.fetch if path == "fetch" else inputs.recompute
             return unidentifiable(
                 f"{path}_range_too_narrow",
-                f"{path} costs were seen over {seen}, a factor of {MIN_RANGE:g} is needed",
-                remedy,
+                f"{path} costs were seen over {seen}, a factor of {wide:g} is needed",
+                lower(MIN_RANGE) if cut else probe,
+                _until_wide(points, wide, inputs.window_s),
             )
     recompute, fetch = fit(Arm.of(inputs.recompute)), fit(Arm.of(inputs.fetch))
     known = replace(blank, recompute=recompute, fetch=fetch)
@@ -255,7 +364,7 @@ def advise(inputs: ThresholdInputs) -> ThresholdAdvice:
         return unidentifiable("costs_not_linear", wrong, "look at load changes and mixed engines in the window")
     n_star = crossing(recompute, fetch)
     draws = _draws(inputs)
-    crossed = np.array([d for d in draws if d is not None], dtype=np.float64)
+    crossed = np.array([n for d in draws if (n := crossing(d.recompute, d.fetch)) is not None], dtype=np.float64)
     if (
         len(crossed) < 0.05 * len(draws)
         and n_star is None
@@ -273,29 +382,56 @@ def advise(inputs: ThresholdInputs) -> ThresholdAdvice:
             probe,
         )
     low, high = (float(q) for q in np.quantile(crossed, (0.05, 0.95)))
+    sight = (0.0, math.inf)
     for path, (least, most) in spans.items():
-        if not least / MAX_REACH <= n_star <= most * MAX_REACH:
+        if least / MAX_REACH <= n_star <= most * MAX_REACH:
+            continue
+        # Both paths are seen near the threshold: a step as far as they are seen is as good as certain, and the next
+        # window sees further.
+        sight = (max(sight[0], least), min(sight[1], most))
+        if not near:
             return unidentifiable(
                 "crossing_out_of_sight",
                 f"the costs would be equal near {n_star:.0f} tokens, but {path} was seen over "
                 f"{least:.0f} to {most:.0f} only",
-                probe,
+                lower(MIN_RANGE) if n_star < least and current > 16 else probe,
             )
     if high > MAX_SPREAD * max(low, 1.0) and high > PROBE_TOKENS / MAX_SPREAD:
+        # an interval shrinks with the root of what was seen
+        more = (math.log(high / max(low, 1.0)) / math.log(MAX_SPREAD)) ** 2 - 1
         return unidentifiable(
-            "crossing_too_uncertain", f"the costs are equal somewhere between {low:.0f} and {high:.0f} tokens", probe
-        )
-    return _weigh(inputs, replace(known, crossing=n_star, crossing_interval=(low, high)), recompute, fetch, n_star)
+            "crossing_too_uncertain", f"the costs are equal somewhere between {low:.0f} and {high:.0f} tokens", probe,
+            more * inputs.window_s,
+        )  # fmt: skip
+    pairs = _pairs(inputs, recompute, fetch, draws)
+    known = replace(known, crossing=n_star, crossing_interval=(low, high), pairs=pairs)
+    return _weigh(inputs, known, recompute, fetch, draws, n_star, sight)
+
+
+def _until_wide(points: Sequence[CostPoint], wide: float, window_s: float) -> float | None:
+    """Seconds until size classes that were seen too seldom make the range wide enough; None where none would."""
+    n, _, count = Arm.of(points).by_class()
+    for least in sorted({float(c) for c in count if c < MIN_CLASS}, reverse=True):
+        seen = n[count >= least]
+        if seen[-1] >= wide * seen[0]:
+            return (MIN_CLASS / least - 1) * window_s
+    return None
 
 
 def _weigh(
-    inputs: ThresholdInputs, known: ThresholdAdvice, recompute: Line, fetch: Line, n_star: float
+    inputs: ThresholdInputs,
+    known: ThresholdAdvice,
+    recompute: Line,
+    fetch: Line,
+    draws: Sequence[_Draw],
+    n_star: float,
+    sight: tuple[float, float],
 ) -> ThresholdAdvice:
-    """Both lines are known: is a move worth it on the sizes that occur?"""
+    """Both lines are known: is a move worth it on the sizes that occur, and surely so? None goes beyond `sight`."""
     current = inputs.current
-    grid = np.unique(np.concatenate((_grid(), [current, float(round(n_star))])))
+    grid = np.clip(np.concatenate((_grid(), [float(round(n_star))])), *sight)
+    grid = np.unique(np.concatenate((grid, [current])))
     cost, _ = path_cost(inputs, recompute, fetch, grid)
-    here = float(cost[int(np.searchsorted(grid, current))])
     best = int(np.argmin(cost))
     near = cost <= cost[best] + FLAT_S
     # the run of equivalent thresholds around the best
@@ -305,9 +441,9 @@ def _weigh(
     while right < len(grid) - 1 and near[right + 1]:
         right += 1
     interval = (float(grid[left]), float(grid[right]))
-    gain = max(0.0, here - float(cost[best]))
     wanted = min(max(n_star, interval[0]), interval[1])
     target = _rounded(wanted, interval)
+    gain = max(0.0, _gain(inputs, recompute, fetch, target))
     rows = _rows(inputs, recompute, fetch, target)
     known = replace(known, interval=interval, uncapped=n_star, rows=rows, gain_s=gain)
     share = gain / inputs.ttft_followup_s if inputs.ttft_followup_s else None
@@ -321,13 +457,37 @@ def _weigh(
             reason=f"keep {digits(current)}: the costs are equal at {n_star:.0f} tokens, but moving there would save "
             f"{1000 * gain:.1f} ms a turn{of}",
         )  # fmt: skip
+    drawn = [_gain(inputs, draw.recompute, draw.fetch, target) for draw in draws]
+    low, high = (float(q) for q in np.quantile(drawn, (0.05, 0.95)))
+    known = replace(known, gain_interval=(low, high))
+    if low <= 0:
+        # an interval shrinks with the root of what was seen
+        more = ((gain - low) / gain) ** 2 - 1
+        return replace(
+            known, status="insufficient", interval=None, reason_code="gain_not_certain",
+            reason=f"cannot tell yet: {target:g} instead of {digits(current)} would save {1000 * gain:.1f} ms a turn, "
+            f"or anything from {1000 * low:.1f} to {1000 * high:.1f} ms",
+            retry_after_s=max(1, math.ceil(more * inputs.window_s)),
+        )  # fmt: skip
     clamps = () if abs(target - n_star) <= 16 else ("sizes_seen",)
     return replace(
         known, status="change", recommended=target, clamped_by=clamps,
         reason_code="fetching_small_is_slow" if target > current else "fetching_small_is_fast",
         reason=f"{digits(current)} -> {target:g}: {interval[0]:.0f} to {interval[1]:.0f} are within 1 ms; "
-        f"{digits(current)} costs {1000 * gain:.1f} ms more a turn",
+        f"{digits(current)} costs {1000 * gain:.1f} ms more a turn{_contradicted(known.pairs)}",
     )  # fmt: skip
+
+
+def _gain(inputs: ThresholdInputs, recompute: Line, fetch: Line, target: float) -> float:
+    """What moving to `target` saves by these lines on the sizes that occur (s a history)."""
+    cost, _ = path_cost(inputs, recompute, fetch, np.array([inputs.current, target]))
+    return float(cost[0] - cost[1])
+
+
+def _contradicted(pairs: Sequence[Pair]) -> str:
+    """A warning where what exploration saw is not what the lines say."""
+    wrong = [f"{pair.tokens:.0f}" for pair in pairs if pair.contradicts]
+    return f"; costs seen near {', '.join(wrong)} tokens contradict the lines (--explain)" if wrong else ""
 
 
 def _equivalent(known: ThresholdAdvice, between: tuple[float, float]) -> ThresholdAdvice:
@@ -349,26 +509,9 @@ def _rounded(value: float, interval: tuple[float, float]) -> float:
 
 def _misbehaves(inputs: ThresholdInputs, recompute: Line) -> str | None:
     """Whether fetch less recompute grows with size where both were seen: then no threshold separates the two."""
-    seen: list[dict[str, tuple[float, float]]] = []
-    for points in (inputs.fetch, inputs.recompute):
-        classes: dict[str, list[CostPoint]] = {}
-        for p in points:
-            classes.setdefault(p.size, []).append(p)
-        one: dict[str, tuple[float, float]] = {}
-        for size, members in classes.items():
-            if _observed(members) >= 4 * MIN_CLASS:
-                n, s, _ = Arm.of(members).by_class()
-                one[size] = (float(n[0]), float(s[0]))
-        seen.append(one)
-    shared = [size for size in seen[0] if size in seen[1]]
-    if len(shared) < 4:
+    table = _differences(_by_size(inputs.fetch), _by_size(inputs.recompute), recompute).values()
+    if len(table) < 4:
         return None
-    table = []
-    for size in shared:
-        (n_fetch, fetch), (n_compute, compute) = seen[0][size], seen[1][size]
-        # compared at the same size: the class's recompute cost is moved along its own line
-        marginal = compute - recompute.intercept + recompute.slope * (n_fetch - n_compute)
-        table.append((n_fetch, fetch - marginal))
     delta = np.array([d for _, d in sorted(table)])
     steps = np.diff(delta)
     noise = _NOISE * float(np.abs(delta).max())

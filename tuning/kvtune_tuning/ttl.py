@@ -41,7 +41,7 @@ DESIGN_EFFECT = 5.4
 """Turns of one conversation are alike: so many of them tell as much as one independent turn (seen on agent traces)."""
 MIN_GAIN = 0.01
 """A longer TTL must save at least this share of the savable prefill."""
-SCARCITY_FLOOR = 0.05
+SCARCITY_FLOOR = 0.02
 """Retained KV is never priced at nothing, or returns that no longer pay would be held for ever."""
 ENOUGH = 0.995
 """A TTL that reaches this share of the returns that were seen reaches all that matter."""
@@ -53,7 +53,9 @@ lasts as long as retentions do, and meanwhile others queue up. 1 to 8 was seen i
 MOSTLY_FITS_SIGMA = 1.0
 """Retained and active KV must fit the pool up to so many standard deviations above the mean, five times of six."""
 MOST_HELD_BACK = 2.0
-"""Waiting is never taken to hold back more than every other turn."""
+"""Waiting is not taken to hold back more than every other turn, unless more are seen to queue up."""
+LEAST_ENDING = 0.05
+"""Share of turns that end a conversation, at least: a turn that waits stands for no more than 20."""
 SAME_S = 0.001
 """Expected times to first token that differ by less are the same."""
 FULL = 0.98
@@ -117,6 +119,8 @@ class TtlInputs:
     """Observed mean TTFT of follow-up turns."""
     costs: Costs | None = None
     """None when they are not known."""
+    raised_by: float = 1.0
+    """Factor by which `unhindered` raised the rates that were seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,23 +244,27 @@ def expected(inputs: TtlInputs, costs: Costs, ttl_s: Floats) -> Floats:
     return waiting_for_room(inputs, ttl_s) + prefill_seconds(inputs, costs, ttl_s)
 
 
-def unhindered(inputs: TtlInputs, pause_s: float | None) -> tuple[TtlInputs, float]:
-    """The inputs at the rate of turns that would come if none had to wait for room, and the factor it was raised by.
+def unhindered(inputs: TtlInputs, pause_s: float | None, backlog: float) -> TtlInputs:
+    """The inputs at the rate of turns that would come if none had to wait for room.
 
     Conversations go round: a turn, a pause (`pause_s` on average), the next turn. What they wait for room slows them,
-    so that a crowded pool sees less demand than there is.
+    so that a crowded pool sees less demand than there is; it cannot have slowed more turns than those that came to
+    wait (`backlog`: by so many more requests wait at the window's end than at its begin) and their conversations' rest.
     """
     if not inputs.starved or inputs.costs is None or inputs.ttft_followup_s is None or not pause_s:
-        return inputs, 1.0
+        return inputs
     prefill = float(prefill_seconds(inputs, inputs.costs, np.asarray([inputs.current_s]))[0])
     waited = max(0.0, inputs.ttft_followup_s - prefill)
-    factor = min(MOST_HELD_BACK, 1.0 + waited / (pause_s + prefill))
+    ending = max(LEAST_ENDING, float(inputs.curves.turns.values[-1]))
+    queued = max(0.0, backlog) / max(1.0, inputs.ends) / ending
+    factor = min(max(MOST_HELD_BACK, 1.0 + queued), 1.0 + waited / (pause_s + prefill))
     return replace(
         inputs,
         token_rate=inputs.token_rate * factor,
         token_squared_rate=inputs.token_squared_rate * factor,
         costs=replace(inputs.costs, turns_per_s=inputs.costs.turns_per_s * factor),
-    ), factor
+        raised_by=factor,
+    )
 
 
 def waiting_ttl(inputs: TtlInputs, costs: Costs) -> float:
@@ -275,7 +283,8 @@ def waiting_ttl(inputs: TtlInputs, costs: Costs) -> float:
 
 def longest_good(inputs: TtlInputs) -> tuple[float, str]:
     """The TTL that what is retained allows, and the name of the form that says so."""
-    if inputs.costs is None or inputs.pool_tokens is None:
+    if inputs.costs is None or inputs.pool_tokens is None or inputs.raised_by > MOST_HELD_BACK:
+        # Demand that was mostly not seen says nothing as fine as a mean wait: the next window will.
         return memory_ttl(inputs), "memory"
     return waiting_ttl(inputs, inputs.costs), "waiting"
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvtune_bench.calibration import Calibration
 from kvtune_bench.traces import PlannedTurn
+from kvtune_router.config import ConfigError, RouterConfig
 
 HANDOVER_S = 1.0
 """The router hands nothing over that lapses within so long beyond the reader's margin."""
@@ -68,6 +69,14 @@ class Setting:
     ttl_s: float
     threshold_tokens: int = 64
     holds: Callable[[PlannedTurn], float] | None = None
+    explore: float = 0.0
+    """Share of references for which the router asks prefill to take the other path, near the threshold."""
+
+    def __post_init__(self) -> None:
+        try:
+            RouterConfig(explore=self.explore)
+        except ConfigError as error:
+            raise ReplayError(str(error)) from None
 
     def hold_s(self, turn: PlannedTurn) -> float:
         """How long a turn's KV is retained unless it is read; 0 keeps nothing."""

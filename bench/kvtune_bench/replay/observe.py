@@ -60,6 +60,7 @@ class ObservedDeployment:
         self._router = RouterRecorder(self.registries["router"], version="replay")
         self._router.set_setting("default_ttl_seconds", setting.ttl_s)
         self._router.set_setting("margin_seconds", EXPIRY_MARGIN_S + HANDOVER_S)
+        self._router.set_setting("explore_ratio", setting.explore)
         in_force = ConnectorSettings(True, setting.ttl_s, setting.threshold_tokens).in_force(deployment.pool_tokens)
         for role in (Role.PREFILL, Role.DECODE):
             recorder = self._connectors[role.value] = ConnectorRecorder(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -90,6 +90,7 @@ def suggestion(
     *,
     ttl_s: float = DEFAULT_TTL_S,
     threshold_tokens: int = DEFAULT_THRESHOLD_TOKENS,
+    explore: float = 0.0,
     stock: bool = False,
     ranks: int = 1,
 ) -> tuple[Setting, dict[str, Any]]:
@@ -97,7 +98,7 @@ def suggestion(
 
     `keep` and `insufficient` leave the setting as it is.
     """
-    before = Setting(ttl_s, threshold_tokens)
+    before = Setting(ttl_s, threshold_tokens, explore=explore)
     memory = InMemory()
     observed = ObservedDeployment(deployment, before, memory, stock=stock, ranks=ranks)
     Replay(plans, deployment, before, load, observer=observed, tick_s=TICK_S).run()
@@ -108,11 +109,12 @@ def suggestion(
     told = {one["setting"]: one for one in document["recommendations"]}
     ttl, threshold = told["decoder_kv_blocks_ttl"], told["kv_recompute_threshold"]
     if "off" in (ttl["status"], threshold["status"]):
-        return Setting(0.0, threshold_tokens), document
+        return replace(before, ttl_s=0.0), document
     return (
-        Setting(
-            ttl["recommended"] if ttl["status"] == "change" else ttl_s,
-            int(threshold["recommended"]) if threshold["status"] == "change" else threshold_tokens,
+        replace(
+            before,
+            ttl_s=ttl["recommended"] if ttl["status"] == "change" else ttl_s,
+            threshold_tokens=int(threshold["recommended"]) if threshold["status"] == "change" else threshold_tokens,
         ),
         document,
     )

@@ -48,6 +48,7 @@ class Request:
     prefill_cache: bool = False
     noise: float = 0.1
     current_ttl_s: float = DEFAULT_TTL_S
+    explore: float = 0.0
     snapshot: Path | None = None
     stock: bool = False
     jobs: int = 0
@@ -88,7 +89,7 @@ def _play(case: _Case) -> tuple[Result, float]:
 def _suggest(case: _Case) -> tuple[Setting, dict[str, Any]]:
     return policies.suggestion(
         _plans, case.deployment, case.load, ttl_s=case.setting.ttl_s, threshold_tokens=case.setting.threshold_tokens,
-        stock=case.stock,
+        explore=case.setting.explore, stock=case.stock,
     )  # fmt: skip
 
 
@@ -132,6 +133,8 @@ def simulate(request: Request, progress: Progress | None = None) -> dict[str, An
     unknown = sorted(set(request.compared) - set(POLICIES))
     if unknown:
         raise ReplayError(f"unknown policy {unknown[0]!r}; choose from {', '.join(POLICIES)}, or none")
+    if request.stock and request.explore:
+        raise ReplayError("a deployment without kvtune does not explore: leave out explore, or stock")
     began = time.perf_counter()
     jobs = request.jobs or os.cpu_count() or 1
     pools = request.pools or (model.pool_tokens,)
@@ -175,6 +178,7 @@ def simulate(request: Request, progress: Progress | None = None) -> dict[str, An
         "conversations": len(plans),
         "model": model.name,
         "seed": request.seed,
+        "explore": request.explore,
         "window_s": request.duration_s,
         "simulated": True,
         "replays": len(results),
@@ -229,6 +233,7 @@ class _World:
     load: Load
 
     def case(self, policy: str, setting: Setting, snapshot: Path | None = None) -> _Case:
+        setting = replace(setting, explore=self.request.explore)
         return _Case(policy, self.deployment, setting, self.load, snapshot, self.request.stock)
 
     def owns(self, case: _Case) -> bool:
@@ -267,7 +272,7 @@ class _World:
     def observed(self) -> _Case:
         """The traffic a suggestion is made from: as much, but not the same."""
         load = replace(self.load, seed=self.load.seed + _OBSERVED_SEED)
-        setting = Setting(self.request.current_ttl_s, self._threshold)
+        setting = Setting(self.request.current_ttl_s, self._threshold, explore=self.request.explore)
         return _Case("suggestion", self.deployment, setting, load, None, self.request.stock)
 
     def second(self, seen: list[tuple[_Case, Result]]) -> list[_Case]:

@@ -19,12 +19,19 @@ from typing import Any, Protocol
 from kvtune_bench.calibration import Calibration
 from kvtune_bench.replay.model import HANDOVER_S, P99_BINS, Deployment, Load, ReplayError, Result, Setting
 from kvtune_bench.traces import Plan, PlannedTurn
-from kvtune_connector.policy import EXPIRY_MARGIN_S
+from kvtune_connector.policy import EXPIRY_MARGIN_S, Offer, Verdict, decide
 from kvtune_telemetry.vocabulary import Decision, Direction, End, Outcome, Reason
 
 _LONGEST_PAST_S = 48 * 3600.0
 """Conversations that began before this are not looked back for."""
 _PROGRESS_EVENTS = 20_000
+
+_UNREAD = {
+    Reason.EXPIRED: Outcome.EXPIRED,
+    Reason.REWRITTEN: Outcome.REWRITTEN,
+    Reason.EXPLORED: Outcome.DISABLED,
+}
+"""Outcomes of turns whose history is computed; one below the threshold was a hit not worth fetching."""
 
 _ARRIVE, _READ, _PREFILLED, _ENDED, _LAPSED, _BEGIN, _TICK = range(7)
 
@@ -89,6 +96,7 @@ class _Job:
 
     __slots__ = (
         "arrived",
+        "explored",
         "fetched",
         "followup",
         "local",
@@ -105,6 +113,7 @@ class _Job:
         self.followup = talk.ended_s is not None
         self.outcome = Outcome.FIRST
         self.pin: _Pin | None = None
+        self.explored = False
         self.fetched = self.local = 0
         self.queued = self.work = 0.0
 
@@ -143,6 +152,7 @@ class Replay:
         self._observer, self._tick_s, self._progress = observer, tick_s, progress
         self._random = random.Random(load.seed)
         self._noise = random.Random(load.seed + 1)
+        self._explore = random.Random(load.seed + 2)
         self._queue: list[tuple[float, int, int, Any]] = []
         self._serial = 0
         self._now = 0.0
@@ -257,6 +267,7 @@ class Replay:
                 job.outcome = Outcome.EXPIRED
             else:
                 job.outcome, job.pin = Outcome.HIT, pin
+                job.explored = self._setting.explore > self._explore.random()
         self._waiting_prefill.append(job)
         self._prefill()
 
@@ -272,43 +283,45 @@ class Replay:
     def _fetches(self, job: _Job) -> bool:
         """Decide about the history of a prompt; whether a read was begun."""
         turn, pin = job.turn, job.pin
-        reason, offered = Reason.NONE, 0
         if job.followup and self._deployment.prefill_cache:
             before = job.talk.turns[job.talk.index - 1].prompt_tokens
             job.local = self._whole(min(turn.keep_tokens, before))
+        offer = None
         if pin is not None:
             verified = turn.keep_tokens if not turn.rewritten else self._whole(turn.keep_tokens)
-            offered = max(0, min(verified, turn.prompt_tokens - 1) - job.local)
-            if self._now >= pin.until - EXPIRY_MARGIN_S:
-                reason, job.outcome, offered = Reason.EXPIRED, Outcome.EXPIRED, 0
-                if self._observer is not None:
-                    self._observer.declined()
-            elif verified == 0:
-                reason, job.outcome = Reason.REWRITTEN, Outcome.REWRITTEN
-                self._release(pin, End.RELEASED)
-            elif offered == 0:
-                self._release(pin, End.LOCAL_HIT)
-            elif offered < self._setting.threshold_tokens:
-                reason = Reason.BELOW_THRESHOLD
-                self._release(pin, End.LOCAL_HIT)
-            else:
-                job.fetched, job.work = offered, self._deployment.calibration.transfer.at(offered) * self._factor()
-                self._decided(job, Decision.FETCH, Reason.REWRITTEN if turn.rewritten else Reason.NONE, offered)
-                self._push(self._now + job.work, _READ, job)
-                return True
-            if offered == 0 and reason is Reason.NONE:
-                self._decided(job, Decision.LOCAL_HIT, reason, 0)
-                return False
-        self._decided(job, Decision.RECOMPUTE, reason, offered)
-        return False
+            offer = Offer(pin.tokens, verified, pin.until, explored=job.explored)
+        verdict = decide(
+            prompt_tokens=turn.prompt_tokens,
+            local_tokens=job.local,
+            offer=offer,
+            now_s=self._now,
+            threshold_tokens=self._setting.threshold_tokens,
+        )
+        job.fetched = verdict.fetch_tokens
+        if self._observer is not None:
+            self._observer.decided(
+                verdict.decision, verdict.reason, turn.prompt_tokens, job.local, job.fetched, verdict.available_tokens
+            )
+        if pin is not None and verdict.decision is not Decision.FETCH:
+            self._unread(job, pin, verdict)
+        if not job.fetched:
+            return False
+        job.work = self._deployment.calibration.transfer.at(job.fetched) * self._factor()
+        self._push(self._now + job.work, _READ, job)
+        return True
+
+    def _unread(self, job: _Job, pin: _Pin, verdict: Verdict) -> None:
+        """What becomes of a turn that reads nothing, and of what decode holds for it: as router and connector do."""
+        job.outcome = _UNREAD.get(verdict.reason, job.outcome)
+        if verdict.reason is Reason.EXPIRED and self._observer is not None:
+            self._observer.declined()
+        if verdict.notify_release:
+            kept = verdict.reason in (Reason.NONE, Reason.BELOW_THRESHOLD)
+            self._release(pin, End.LOCAL_HIT if kept else End.RELEASED)
 
     def _whole(self, tokens: int) -> int:
         block = self._deployment.block_tokens
         return tokens // block * block
-
-    def _decided(self, job: _Job, decision: Decision, reason: Reason, offered: int) -> None:
-        if self._observer is not None:
-            self._observer.decided(decision, reason, job.turn.prompt_tokens, job.local, job.fetched, offered)
 
     def _have_read(self, job: _Job) -> None:
         assert job.pin is not None

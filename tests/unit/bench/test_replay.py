@@ -19,6 +19,7 @@ from kvtune_bench.replay.observe import InMemory, ObservedDeployment, quiet, to_
 from kvtune_bench.replay.simulator import Replay
 from kvtune_bench.traces import Conversation, Plan, TraceTurn, plan
 from kvtune_tuning.api import suggest_series, suggest_snapshots
+from kvtune_tuning.series import SeriesSet
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +117,8 @@ def test_the_same_seed_replays_the_same() -> None:
     ("make", "says"),
     [
         (lambda: Deployment(FLAT, 9_999), "cannot hold one request"),
+        (lambda: Setting(1.0, explore=0.06), r"explore = 0\.06: it is a share from 0 to 0\.05"),
+        (lambda: Setting(1.0, explore=math.nan), "explore = nan: it is a share"),
         (lambda: Load(0.0), "turns_per_s must be positive"),
         (lambda: Load(1.0, math.inf), "duration_s must be positive"),
         (lambda: Replay([], Deployment(FLAT, 10_000), Setting(1), Load(1.0)), "no conversations"),
@@ -157,6 +160,60 @@ def test_a_stock_deployment_exposes_only_vllms_series_once_a_rank(tmp_path: Path
     reads = values['vllm:nixl_xfer_time_seconds_count{engine="0",model_name="flat"}']
     ended = values['vllm:request_success_total{engine="0",finished_reason="stop",model_name="flat"}']
     assert reads % 4 == 0 and 0 <= reads / 4 - ended <= 3
+
+
+def decided(setting: Setting, cached: bool = True, rate: float = 0.4) -> tuple[dict[tuple[str, str], float], SeriesSet]:
+    """Decisions about histories, by (decision, reason), where each history is the last answer's 100 tokens (cached) or
+    the 1,000 of the whole last turn."""
+    deployment = Deployment(FLAT, 10**7, noise=0.0, prefill_engines=100, prefill_cache=cached, block_tokens=100)
+    memory = InMemory()
+    observer = ObservedDeployment(deployment, setting, memory)
+    load = Load(rate, duration_s=40_000.0, warmup_s=100.0)
+    Replay([talk(20.0)], deployment, setting, load, observer=observer, tick_s=600.0).run()
+    series = memory.series()
+    counts = {
+        (str(one.label("decision")), str(one.label("reason"))): one.increase()
+        for one in series.named("kvtune_decisions_total")
+        if one.increase()
+    }
+    counts.pop(("recompute", "none"))  # first turns
+    return counts, series
+
+
+@pytest.mark.parametrize(
+    ("threshold", "cached", "ordinary", "other"),
+    [
+        (100, True, ("fetch", "none"), "recompute"),
+        (101, True, ("recompute", "below_threshold"), "fetch"),
+        (400, True, ("recompute", "below_threshold"), "fetch"),
+        (401, True, ("recompute", "below_threshold"), None),
+        (25, True, ("fetch", "none"), "recompute"),
+        (24, True, ("fetch", "none"), None),
+        (250, False, ("fetch", "none"), "recompute"),
+        (249, False, ("fetch", "none"), None),
+    ],
+)
+def test_a_share_of_the_histories_near_the_threshold_takes_the_other_path(
+    threshold: int, cached: bool, ordinary: tuple[str, str], other: str | None
+) -> None:
+    counts, series = decided(Setting(60.0, threshold, explore=0.05), cached)
+    assert counts.keys() == ({ordinary} if other is None else {ordinary, (other, "explored")})
+    assert series.named("kvtune_router_setting", setting="explore_ratio")[0].values[-1] == 0.05
+    tokens = 100 if cached else 1000
+    read = sum(count for (decision, _), count in counts.items() if decision == "fetch")
+    assert series.increase("kvtune_path_observations_total", path="fetch") == pytest.approx(read, abs=2) or not read
+    if other is not None:
+        explored = counts[other, "explored"]
+        assert explored / sum(counts.values()) == pytest.approx(0.05, abs=0.005) and explored > 300
+        about = series.increase("kvtune_decision_tokens_total", decision=other, reason="explored")
+        assert about == tokens * explored
+        switched_off = series.increase("kvtune_turns_total", outcome="disabled") or 0.0
+        assert switched_off == pytest.approx(explored if other == "recompute" else 0.0, abs=1)
+
+
+def test_who_does_not_explore_draws_the_same_traffic() -> None:
+    plain, exploring = (decided(Setting(60.0, 100, explore=share))[0] for share in (0.0, 0.05))
+    assert plain.keys() == {("fetch", "none")} and sum(plain.values()) == sum(exploring.values())
 
 
 # --- rules ----------------------------------------------------------------------------------------------------------
@@ -251,6 +308,8 @@ def test_snapshots_are_what_suggest_reads(trace: Path, tmp_path: Path) -> None:
         (("--policies", "none"), "nothing to replay"),
         (("--ttl", "60", "--duration", "soon"), "--duration: not a positive duration"),
         (("--ttl", "60", "--format", "xml"), "unknown format 'xml'"),
+        (("--ttl", "60", "--explore", "0.2"), "explore = 0.2: it is a share from 0 to 0.05"),
+        (("--ttl", "60", "--explore", "0.02", "--stock"), "a deployment without kvtune does not explore"),
         (("/nowhere.csv", "--ttl", "60"), "/nowhere.csv: no such file"),
         (("--ttl", "60,120", "--snapshot", "/tmp/x"), "give one --ttl"),
     ],

@@ -13,6 +13,7 @@ import pytest
 from loguru import logger
 from prometheus_client import CollectorRegistry, generate_latest
 
+from kvtune_connector.policy import EXPLORE_FACTOR
 from kvtune_telemetry import events as ev
 from kvtune_telemetry.recorder import ConnectorRecorder, RouterRecorder
 from kvtune_telemetry.vocabulary import Decision, Direction, End, Outcome, Reason, Role
@@ -76,6 +77,8 @@ class World:
     restart_at: float | None = None
     """The engines and the routers restart so long after the first snapshot, keeping what they hold."""
     expose_settings: bool = True
+    explore: float = 0.0
+    """Share of references that prefill is asked to take the other path with, near the threshold."""
     retain: float | None = None
     """What the routers ask decode to retain, which it grants up to its TTL setting."""
     expose_vllm: bool = True
@@ -144,6 +147,7 @@ class World:
                 router.set_setting("default_ttl_seconds", self.ttl)
                 router.set_setting("margin_seconds", 5.0)
                 router.set_setting("retain_seconds", self.retain or 0.0)
+                router.set_setting("explore_ratio", self.explore)
 
     def _noisy(self, rng: random.Random, seconds: float) -> float:
         return seconds * rng.lognormvariate(0.0, self.noise)
@@ -168,14 +172,17 @@ class World:
                 local = data["local"]
             if in_time:
                 available = data["held"] - local
-                if available >= self.threshold:
+                near = self.threshold / EXPLORE_FACTOR <= available <= self.threshold * EXPLORE_FACTOR
+                explored = near and self.explore > 0 and rng.random() < self.explore
+                reason = Reason.EXPLORED if explored else Reason.NONE
+                if (available >= self.threshold) != explored:
                     decision, fetched = Decision.FETCH, available
                     wait = self._noisy(rng, self.alpha + self.beta * available)
                     ttft += wait
                     self.prefill.record(ev.KvRead(Direction.D2P, available, available * 1000, wait, wait))
                     self._end(data["key"], End.READ, when)
                 else:
-                    reason = Reason.BELOW_THRESHOLD
+                    reason = Reason.EXPLORED if explored else Reason.BELOW_THRESHOLD
                     self._end(data["key"], End.LOCAL_HIT, when)
             else:
                 reason = Reason.EXPIRED

@@ -22,8 +22,10 @@ from typer.testing import CliRunner
 from kvtune_cli.panels import Panels
 from kvtune_cli.record import record
 from kvtune_cli.suggest import suggest
+from kvtune_tuning.access import Access
 from kvtune_tuning.document import schema
-from kvtune_tuning.errors import UsageError
+from kvtune_tuning.errors import TuningError, UsageError
+from kvtune_tuning.recording import http_fetch
 from kvtune_tuning.run import seconds
 
 Snapshots = Callable[..., Path]
@@ -143,8 +145,6 @@ def test_exit_code_3_when_nothing_can_be_said(snapshots: Snapshots) -> None:
         (("--prometheus", "h:1", "--max-points", "1"), 2, "bad_max_points"),
         (("--prometheus", "h:1", "--matcher", "cluster=a"), 2, "bad_matcher"),
         (("--prometheus", "h:1", "--header", "token"), 2, "bad_header"),
-        (("--scrape", "h:1", "--header", "token"), 2, "bad_header"),
-        (("--scrape", "h:1", "--bearer-token-file", "/nonexistent"), 2, "bad_file"),
         (("--prometheus", "https://h:1", "--client-key", "/nonexistent"), 2, "contradiction"),
     ],
 )
@@ -176,17 +176,62 @@ def test_secrets_in_addresses_are_not_printed() -> None:
     assert "hunter2" not in out + err
 
 
-def test_what_logs_in_is_sent_to_targets_too(target: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("command", "done"), [("suggest", 3), ("record", 0)])
+def test_what_logs_in_is_sent_to_targets_too(target: str, tmp_path: Path, command: str, done: int) -> None:
     (tmp_path / "token").write_text("hunter2")
     login = ("--bearer-token-file", str(tmp_path / "token"), "--header", "X-Tenant: a")
-    timing = ("--interval", "100ms", "--duration", "200ms")
-    code, out, err = run("suggest", "--scrape", f"{target}/private", *timing, *login)
-    assert code == 3 and "hunter2" not in out + err
-    code, _, err = run("suggest", "--scrape", f"{target}/private", *timing)
-    assert code == 1 and told(err)[0].endswith("HTTP 401") and "--bearer-token-file" in told(err)[1]
-    code, _, err = run("suggest", "--scrape", f"me:hunter2@{target}/private", *timing)
+    place = tmp_path / "snapshots"
+    more = ("--interval", "100ms", "--duration", "200ms", *(("--out", str(place)) if command == "record" else ()))
+    code, out, err = run(command, "--scrape", f"{target}/private", *more)
+    assert code == 1 and out == ""
+    assert told(err)[0] == f"kvtune: http://{target}/private: HTTP 401" and "--bearer-token-file FILE" in told(err)[1]
+    code, _, err = run(command, "--scrape", f"me:hunter2@{target}/private", *more)
     assert code == 1 and "hunter2" not in err
-    assert run("suggest", "--scrape", f"me:hunter2@{target}", *timing, *login)[0] == 2
+    assert run(command, "--scrape", f"me:hunter2@{target}", *more, *login)[0] == 2
+    assert not list(tmp_path.glob("snapshots/*")), "a refusal is no snapshot"
+    code, out, err = run(command, "--scrape", f"{target}/private", *more, *login)
+    assert code == done and "hunter2" not in out + err
+    for file in tmp_path.glob("snapshots/*"):
+        assert "kvtune_turns_total" in file.read_text() and "hunter2" not in file.name + file.read_text()
+    assert len(list(tmp_path.glob("snapshots/*"))) >= (2 if command == "record" else 0)
+
+
+async def test_a_token_that_is_replaced_is_read_again(target: str, tmp_path: Path) -> None:
+    """Kubernetes does so within the hour, and a recording may run for days."""
+    token, url = tmp_path / "token", f"http://{target}/private"
+    token.write_text("old")
+    async with http_fetch([url], Access(headers=["X-Tenant: a"], bearer_token_file=token)) as fetch:
+        with pytest.raises(TuningError, match="HTTP 401"):
+            await fetch(url)
+        token.write_text("hunter2\n")
+        assert "kvtune_turns_total" in await fetch(url)
+        token.unlink()
+        with pytest.raises(UsageError, match="No such file"):
+            await fetch(url)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (("--header", "token"), "bad_header"),
+        (("--bearer-token-file", "/nonexistent"), "bad_file"),
+        (("--ca-file", "/nonexistent"), "bad_file"),
+        (("--client-cert", "/nonexistent"), "bad_file"),
+        (("--client-key", "/nonexistent"), "contradiction"),
+        (("--insecure-skip-verify", "--ca-file", "/nonexistent"), "contradiction"),
+        (("--timeout", "soon"), "bad_duration"),
+    ],
+)
+def test_access_is_refused_alike_by_both_commands(tmp_path: Path, options: tuple[str, ...], error: str) -> None:
+    """By each option of `Access`, and before anything is asked or written."""
+    where = ("--scrape", "https://127.0.0.1:1", "--format", "json", *options)
+    place = tmp_path / "snapshots"
+    answers = [run("suggest", *where), run("record", "--out", str(place), *where)]
+    for code, out, err in answers:
+        refusal = json.loads(out)["error"]
+        assert (code, refusal["code"]) == (2, error)
+        assert told(err) == [f"kvtune: {refusal['message']}", refusal["hint"]] and all(told(err))
+    assert told(answers[0][2]) == told(answers[1][2]) and not place.exists()
 
 
 def test_an_address_in_the_environment_is_read_where_no_other_source_is_given(
@@ -218,7 +263,7 @@ def test_help_groups_its_options() -> None:
     titles = [line for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert titles == [
         "Options:", "Reading Prometheus:", "What engines without kvtune do not say:",
-        "Access to servers (--prometheus, --scrape):", "Live scrapes:",
+        "Access to servers and targets:", "Live scrapes:",
     ]  # fmt: skip
     assert max(map(len, shown.splitlines())) <= 80
     assert shown.index("--samples") < shown.index("--matcher") < shown.index("--ca-file") < shown.index("--interval")

@@ -275,7 +275,31 @@ def test_one_narrow_range_of_sizes_is_not_identifiable(snapshots: Snapshots) -> 
     one = tau(advice(snapshots(local_hits=True, pool=20_000_000, interval=120.0)))
     assert one["status"] == "unidentifiable" and one["reason_code"] == "fetch_range_too_narrow"
     assert one["recommended"] is None
-    assert "2048" in one["reason"]
+    assert "lower the threshold to 16" in one["reason"] and "let the router explore" in one["reason"]
+
+
+NARROW = {"local_hits": True, "pool": 20_000_000, "interval": 240.0, "duration": 7200.0, "threshold": 256}
+"""Answers of 60 to 500 tokens: about half of them below the threshold."""
+
+
+def test_exploration_shows_what_a_threshold_hides(snapshots: Snapshots) -> None:
+    """The same traffic: refused without, and with it the crossing is found, from the same composition of sizes."""
+    hidden, document = advice(snapshots(**NARROW)), advice(snapshots(**NARROW, explore=0.05), explain=True)
+    assert tau(hidden)["reason_code"] == "fetch_range_too_narrow" and tau(hidden)["retry_after"] is None
+    assert hidden["evidence"]["explored"] == {"fetch": 0, "recompute": 0} and not hidden["evidence"]["explore_ratio"]
+    assert document["evidence"]["explore_ratio"] == 0.05
+    assert all(50 < count < 200 for count in document["evidence"]["explored"].values())
+    one = tau(document)
+    assert (one["status"], one["reason_code"]) == ("change", "fetching_small_is_slow"), one["reason"]
+    assert one["model"]["crossing_tokens"] == pytest.approx(0.0209 / (26.9e-6 - 4.55e-6), rel=0.15)
+    low, high = one["model"]["gain_interval_s"]
+    assert 0.002 < low <= one["model"]["gain_s_per_turn"] <= high < 0.02
+    rows = {row["value"]: row for row in one["counterfactual"]}
+    # answers of 60 to 499 tokens, all equally likely
+    for value, share in ((128, 371 / 439), (256, 244 / 439), (512, 0.0)):
+        assert rows[value]["fetched_share"] == pytest.approx(share, abs=0.06)
+    seen = [line for line in document["explain"]["threshold"] if line.startswith("near")]
+    assert len(seen) >= 2 and not any("contradicted" in line for line in seen), seen
 
 
 def test_everything_below_the_threshold_is_not_identifiable(snapshots: Snapshots) -> None:

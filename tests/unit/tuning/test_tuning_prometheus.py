@@ -767,7 +767,9 @@ def test_options_that_cannot_be_used(tmp_path: Path, access: dict[str, Any], url
         (httpx.ConnectError("refused"), "unreachable", "refused", "up"),
         (httpx.ConnectTimeout("slow"), "unreachable", "slow", "up"),
         (httpx.ReadTimeout("slow"), "timeout", "no answer in time (slow)", "--timeout"),
+        (httpx.ReadTimeout(""), "timeout", "no answer in time (ReadTimeout)", "--timeout"),
         (httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] x"), "unreachable", "VERIFY", "--ca-file"),
+        (httpx.ReadError("tlsv13 alert certificate required"), "unreachable", "certificate required", "--client-cert"),
     ],
 )  # fmt: skip
 def test_refusals_say_what_to_do(answer: httpx.Response | Exception, code: str, words: str, hint: str) -> None:

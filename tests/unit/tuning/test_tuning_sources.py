@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import jsonschema
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from kvtune_tuning.document import exit_code, schema
 from kvtune_tuning.errors import NOT_ENOUGH_DATA, TuningError, UsageError
 from kvtune_tuning.exposition import check_known, parse
 from kvtune_tuning.names import CATALOGUED, VLLM
-from kvtune_tuning.recording import SnapshotWriter, names_of, normalise, record, target_name
+from kvtune_tuning.recording import SnapshotWriter, http_fetch, names_of, normalise, record, target_name
 from kvtune_tuning.render import render_table
 from kvtune_tuning.sources import read_snapshots, scrape_live
 
@@ -167,6 +168,10 @@ IMPLAUSIBLE = [
     ("decoder_kv_blocks_ttl", "-480"),
     ("kv_recompute_threshold", "-1"),
     ("kvtune_turn_ends_total", "-1e18"),
+    ("kvtune_turn_ends_total", "1e-150"),
+    ("kvtune_turn_end_tokens_total", "1e290"),
+    ('kvtune_path_seconds_total{engine="p0"', "1e290"),
+    ('kvtune_path_observations_total{engine="p0"', "1e-30"),
 ]
 
 
@@ -369,6 +374,28 @@ async def test_recording_nothing_that_answers_is_an_error(tmp_path: Path) -> Non
     with pytest.raises(TuningError) as caught:
         await record(["127.0.0.1:1"], tmp_path, SystemClock(), 1.0, asyncio.Event())
     assert caught.value.code == "unreachable" and "127.0.0.1:1" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "hint"),
+    [
+        (httpx.ConnectError("refused"), "refused", "up and reachable"),
+        (httpx.ReadError(""), "ReadError", "up and reachable"),
+        (httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] x"), "VERIFY_FAILED", "--ca-file"),
+    ],
+)
+async def test_targets_that_are_not_reached_say_why(
+    monkeypatch: pytest.MonkeyPatch, error: httpx.HTTPError, words: str, hint: str
+) -> None:
+    async def get(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(httpx.AsyncClient, "get", get)
+    async with http_fetch() as fetch:
+        with pytest.raises(TuningError) as caught:
+            await fetch("https://me:pw@h:1/metrics")
+    assert caught.value.message.startswith("https://h:1/metrics: ") and words in caught.value.message
+    assert caught.value.code == "unreachable" and hint in caught.value.hint and "pw" not in caught.value.message
 
 
 async def test_live_scrapes_name_the_target_that_exposes_something_else() -> None:
