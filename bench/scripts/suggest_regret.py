@@ -2,11 +2,12 @@
 
     python bench/scripts/suggest_regret.py [--agent TRACE] [--chat TRACE] [--seeds 5] [--hours 2] [--json FILE]
 
-For each traffic, model, direction of the split, load and seed: a deployment is replayed on one half's conversations at
-a running TTL and watched through its scrapes only; what `kvtune suggest` makes of them is replayed on the other half,
-beside the default and a sweep of fixed TTLs. Loads are set so that the 99th percentile of retained and active KV at
-480 s would be 0.6, 0.9, 1.1 and 1.4 of the pool. Then the table: regret against the best fixed TTL in hindsight, harm
-against the default, predictions against replays, repetition, few conversations, intervals, thresholds.
+For each traffic, model, direction of the split and load: a deployment is replayed on one half's conversations at a
+running TTL, a window for each seed, and watched through its scrapes only; what `kvtune suggest` makes of a window is
+replayed on the other half, as are the default and a sweep of fixed TTLs, each with as many seeds. Loads are set so that
+the 99th percentile of retained and active KV at 480 s would be 0.6, 0.9, 1.1 and 1.4 of the pool. Then the table:
+regret against the best fixed TTL in hindsight, harm against the TTL in force, predictions against replays, repetition,
+few conversations, intervals, thresholds. A world takes one to three minutes of a core.
 """
 
 from __future__ import annotations
@@ -393,7 +394,7 @@ def main() -> None:
     parser.add_argument("--models", default="qwen3-32b,glm-5-fp8")
     parser.add_argument("--usages", default=",".join(map(str, USAGES)))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--hours", type=float, default=4.0, help="watched before each suggestion")
+    parser.add_argument("--hours", type=float, default=2.0, help="watched before each suggestion")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, default=None, help="write every world here")
     given = parser.parse_args()

@@ -18,6 +18,8 @@ SCHEMA = "kvtune.suggest/1"
 ROUTER_TTL_FLAG = "--ttl"
 ROUTER_RETAIN_FLAG = "--retain"
 """The router's flag for the TTL it assumes where decode does not say."""
+MOSTLY_BELOW = 0.5
+"""Share of fetchable histories below the threshold from which it decides what retention saves."""
 _DIGITS = 6
 
 
@@ -98,7 +100,23 @@ def _decide(evidence: Evidence) -> tuple[ttl.TtlAdvice, threshold.ThresholdAdvic
             ttl_advice = _as_far_as_retained(ttl_advice, evidence)
     if evidence.stock_prefill:
         return ttl_advice, stock.advise_threshold(evidence.threshold.current, bounds)
-    return ttl_advice, threshold.advise(evidence.threshold)
+    return _threshold_first(ttl_advice, evidence), threshold.advise(evidence.threshold)
+
+
+def _threshold_first(advice: ttl.TtlAdvice, evidence: Evidence) -> ttl.TtlAdvice:
+    """Retention is not called useless while the threshold keeps what it holds from being read."""
+    below, all_of_them = evidence.threshold.below, evidence.threshold.histories
+    if (
+        advice.reason_code != "does_not_pay" or evidence.ttl.useful >= ttl.HARDLY_USED
+        or below is None or below.count < MOSTLY_BELOW * all_of_them
+    ):  # fmt: skip
+        return advice
+    return replace(
+        advice, status="keep", recommended=advice.current, reason_code="threshold_first", clamped_by=(),
+        reason=f"keep {digits(advice.current)} s until the threshold is settled: "
+        f"{100 * below.count / all_of_them:.0f} % of the histories that could have been fetched lie below "
+        f"{digits(evidence.threshold.current)} tokens, so that nothing tells what retention could save",
+    )  # fmt: skip
 
 
 def _as_far_as_retained(advice: ttl.TtlAdvice, evidence: Evidence) -> ttl.TtlAdvice:

@@ -218,7 +218,7 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
         ttft_followup_s=ttft,
         costs=_costs(series, recompute, fetch, window, engines_of(Role.PREFILL)),
     )
-    ttl_inputs = ttl.unhindered(ttl_inputs, _pause(series), _backlog(series, roles))
+    ttl_inputs = ttl.as_seen_waiting(ttl.unhindered(ttl_inputs, _pause(series), _backlog(series, roles)))
     exploring = _share(series, "explore_ratio")
     explored = {
         decision.value: _decided(series, decision, Reason.EXPLORED)[0]
@@ -251,12 +251,12 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
             f"{who} was running before the window: turns that ended before it are taken to have come at the "
             "window's rate",
         ))  # fmt: skip
-    if curves.horizon_s < ttl_setting.value - margin.value and curves.returned:
+    if 0 < curves.horizon_s < ttl_setting.value - margin.value and curves.returned:
         checks.append(Check(
             "short_window", "warning",
             f"pauses longer than {curves.horizon_s:.0f} s could not be observed yet; beyond that, figures are bounds",
         ))  # fmt: skip
-    if blind:
+    if blind or not curves.horizon_s:
         pass
     elif kappa is None:
         checks.append(Check(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -45,6 +46,9 @@ MAX_THRESHOLD = 131072
 NEGLIGIBLE = 0.005
 """A share of fetches below this is no reason for anything."""
 _DRAWS = 100
+_CELLS = 128
+_STEEPEST = 600.0
+"""Of a class's cells, and by how much their weights may differ at most (exponent), half of it each way."""
 _COMPARED = 4 * MIN_CLASS
 """Observations of a size class, on each path, before the two are compared."""
 _SURE = 3.0
@@ -167,18 +171,39 @@ def _range(points: Sequence[CostPoint]) -> tuple[float, float]:
     return (float(seen[0]), float(seen[-1])) if len(seen) else (math.nan, math.nan)
 
 
-def _split(sizes: Sizes, tau: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-    """Shares below and at or above each tau, and their mean sizes, for sizes spread log-uniformly over the class."""
+@lru_cache(maxsize=512)
+def _spread(sizes: Sizes) -> tuple[Floats, Floats, Floats]:
+    """Sizes within a class, as (edges, share below each edge, tokens of those a history); shapes (k,).
+
+    Log-uniform, tilted as far as it takes to have the class's mean.
+    """
     low = max(1.0, sizes.low)
     high = max(sizes.high, low * (1 + 1e-6), low + 1.0)
-    cut = np.clip(tau, low, high)
-    span = math.log(high / low)
-    share = np.log(cut / low) / span
-    # log-uniform means, scaled so that the class keeps its observed mean
-    scale = sizes.mean / ((high - low) / span)
+    fine = np.geomspace(low, high, 2 * _CELLS + 1)
+    edges, middles = fine[::2], fine[1::2]
+    place = np.linspace(-1.0, 1.0, _CELLS)
+    mean = min(max(sizes.mean, float(middles[0])), float(middles[-1]))
+    least, most = -_STEEPEST, _STEEPEST
+    for _ in range(60):
+        tilt = (least + most) / 2
+        weights = np.exp(tilt * place - abs(tilt))
+        if float(weights @ middles) > mean * float(weights.sum()):
+            most = tilt
+        else:
+            least = tilt
+    weights /= weights.sum()
+    share, tokens = (np.concatenate(([0.0], np.cumsum(v))) for v in (weights, weights * middles))
+    return edges, share / share[-1], tokens
+
+
+def _split(sizes: Sizes, tau: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+    """Shares below and at or above each tau, and their mean sizes, of a class."""
+    edges, below, tokens = _spread(sizes)
+    cut = np.clip(tau, edges[0], edges[-1])
+    share, so_far = (np.interp(np.log(cut), np.log(edges), v) for v in (below, tokens))
     with np.errstate(divide="ignore", invalid="ignore"):
-        under = np.where(share > 0, (cut - low) / np.log(cut / low), low) * scale
-        over = np.where(share < 1, (high - cut) / np.log(high / cut), high) * scale
+        under = np.where(share > 0, np.minimum(so_far / share, cut), edges[0])
+        over = np.where(share < 1, np.maximum((tokens[-1] - so_far) / (1 - share), cut), edges[-1])
     return share, 1.0 - share, under, over
 
 

@@ -43,6 +43,8 @@ MIN_GAIN = 0.01
 """A longer TTL must save at least this share of the savable prefill."""
 SCARCITY_FLOOR = 0.02
 """Retained KV is never priced at nothing, or returns that no longer pay would be held for ever."""
+HARDLY_USED = 0.1
+"""Below this share of what came back in time being fetched, the reason lies with prefill, not with the pauses."""
 ENOUGH = 0.995
 """A TTL that reaches this share of the returns that were seen reaches all that matter."""
 NEVER_RETURNS = 0.005
@@ -50,12 +52,16 @@ NEVER_RETURNS = 0.005
 WAITS_LONGER = 4.0
 """Requests that find no room wait so many times longer than what does not fit at one moment would tell: the shortage
 lasts as long as retentions do, and meanwhile others queue up. 1 to 8 was seen in replays of agents' conversations."""
+WAITS_RANGE = (0.5, 8.0)
+"""... where the wait at the TTL in force tells: a window may be luckier than its demand."""
 MOSTLY_FITS_SIGMA = 1.0
 """Retained and active KV must fit the pool up to so many standard deviations above the mean, five times of six."""
 MOST_HELD_BACK = 2.0
 """Waiting is not taken to hold back more than every other turn, unless more are seen to queue up."""
 LEAST_ENDING = 0.05
 """Share of turns that end a conversation, at least: a turn that waits stands for no more than 20."""
+SEEN_WAIT_S = 0.05
+"""Shorter waits say nothing: the model of prefill is no more exact than that."""
 SAME_S = 0.001
 """Expected times to first token that differ by less are the same."""
 FULL = 0.98
@@ -121,6 +127,7 @@ class TtlInputs:
     """None when they are not known."""
     raised_by: float = 1.0
     """Factor by which `unhindered` raised the rates that were seen."""
+    waits_longer: float = WAITS_LONGER
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +218,7 @@ def waiting_for_room(inputs: TtlInputs, ttl_s: Floats) -> Floats:
     z = (inputs.pool_tokens - (inputs.active_mean or 0.0) - mean) / sigma
     beyond = 0.5 * np.vectorize(math.erfc)(z / math.sqrt(2))
     excess = sigma * (np.exp(-z * z / 2) / math.sqrt(2 * math.pi) - z * beyond)
-    return np.asarray(WAITS_LONGER * np.maximum(excess, 0.0) / inputs.token_rate, dtype=np.float64)
+    return np.asarray(inputs.waits_longer * np.maximum(excess, 0.0) / inputs.token_rate, dtype=np.float64)
 
 
 def prefill_seconds(inputs: TtlInputs, costs: Costs, ttl_s: Floats) -> Floats:
@@ -267,18 +274,40 @@ def unhindered(inputs: TtlInputs, pause_s: float | None, backlog: float) -> TtlI
     )
 
 
+def as_seen_waiting(inputs: TtlInputs) -> TtlInputs:
+    """The inputs with `waits_longer` as the wait at the TTL in force tells it, where one is expected and known."""
+    if inputs.costs is None or inputs.ttft_followup_s is None:
+        return inputs
+    now = np.asarray([inputs.current_s])
+    foretold = float(waiting_for_room(inputs, now)[0])
+    if foretold < SEEN_WAIT_S:
+        return inputs
+    waited = inputs.ttft_followup_s - float(prefill_seconds(inputs, inputs.costs, now)[0])
+    least, most = WAITS_RANGE
+    return replace(inputs, waits_longer=min(most, max(least, inputs.waits_longer * waited / foretold)))
+
+
 def waiting_ttl(inputs: TtlInputs, costs: Costs) -> float:
     """The longest TTL (s) of the grid whose expected time to first token is the least, but for a millisecond.
 
-    Of those only whose demand fits the pool most of the time: what waits beyond that grows with the load's duration. 0
-    where holding nothing is best, or nothing fits.
+    Of those only whose demand fits the pool most of the time: what waits beyond that grows with the load's duration.
+    Where less was waited than demand foretells, further than else only as far as its 99th percentile fits. 0 where
+    holding nothing is best, or nothing fits.
     """
     grid = np.concatenate(([0.0], _grid(inputs)))
+    pool = inputs.pool_tokens or math.inf
     mean, variance = pinned(inputs, grid)
     demand = (inputs.active_mean or 0.0) + mean + MOSTLY_FITS_SIGMA * np.sqrt(variance + inputs.active_variance)
-    grid = grid[(demand <= (inputs.pool_tokens or math.inf)) | (grid == 0.0)]
-    cost = expected(inputs, costs, grid)
-    return float(grid[np.flatnonzero(cost <= cost.min() + SAME_S)[-1]])
+    grid = grid[(demand <= pool) | (grid == 0.0)]
+
+    def best(one: TtlInputs) -> float:
+        cost = expected(one, costs, grid)
+        return float(grid[np.flatnonzero(cost <= cost.min() + SAME_S)[-1]])
+
+    if inputs.waits_longer >= WAITS_LONGER:
+        return best(inputs)
+    fits = grid[(filled(inputs, grid) <= pool) | (grid == 0.0)]
+    return max(best(replace(inputs, waits_longer=WAITS_LONGER)), min(best(inputs), float(fits[-1])))
 
 
 def longest_good(inputs: TtlInputs) -> tuple[float, str]:
@@ -360,7 +389,8 @@ def row(inputs: TtlInputs, ttl_s: float) -> TtlRow:
         # Under pressure waiting for blocks dominates, and no mean of today says how long it would be at another TTL.
         if inputs.ttft_followup_s is not None and not under_pressure(inputs) and seen > 0:
             change = (float(tokens.at(usable)[0]) - float(tokens.at(now)[0])) * per_hit / seen
-            ttft = max(0.0, inputs.ttft_followup_s + change)
+            wait, waits_now = waiting_for_room(inputs, np.asarray([ttl_s, inputs.current_s]))
+            ttft = max(0.0, inputs.ttft_followup_s + change + float(wait - waits_now))
     return TtlRow(
         value=ttl_s,
         hit_ratio=hit,
@@ -520,16 +550,18 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
         # Returns that could not be seen yet could still pay, unless a fetch costs more than it saves.
         if best is not None and best <= 0 and (observed or best == -math.inf):
             never = 100 * float(inputs.curves.turns.values[-1])
+            unreturned = f"{never:.0f} % of turns have no return within {inputs.curves.horizon_s:.0f} s"
             why = (
-                f"not even {MIN_TTL_S:g} s of retention fits, nor does it save more than it costs"
-                if fit < MIN_TTL_S
-                else "no TTL that fits saves more than it costs"
+                f"not even {MIN_TTL_S:g} s of retention fits, nor does it save more than it costs ({unreturned})"
+                if memory < MIN_TTL_S
+                else _unfetched(inputs)
+                if inputs.useful < HARDLY_USED
+                else f"no TTL that fits saves more than it costs ({unreturned})"
             )
             return replace(
                 base, status="off", reason_code="does_not_pay", rows=_rows(inputs, fit), uncapped=0.0,
                 clamped_by=(form, "floor") if fit < MIN_TTL_S else (),
-                reason=f"switch retention off: the pool is short ({short}), and {why} "
-                f"({never:.0f} % of turns have no return within {inputs.curves.horizon_s:.0f} s)",
+                reason=f"switch retention off: the pool is short ({short}), and {why}",
             )  # fmt: skip
     if fit < MIN_TTL_S:
         # The shortest TTL worth having does not fit: nothing is recommended in its place.
@@ -545,11 +577,17 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
                 clamps_at_floor,
             )
         if fit < current and inputs.starved:
+            why = (
+                f"the model lets only {digits(fit)} s fit; less than {MIN_TTL_S:g} s is not worth having"
+                if memory < MIN_TTL_S
+                else _unfetched(inputs)
+                if inputs.useful < HARDLY_USED
+                else f"holding for {MIN_TTL_S:g} s or longer makes requests wait for more than it saves"
+            )
             return replace(
-                base, status="off", reason_code="does_not_fit", rows=_rows(inputs, fit), uncapped=fit,
-                clamped_by=clamps_at_floor,
-                reason=f"switch retention off, or give decode more KV: {short}, and the model lets only "
-                f"{digits(fit)} s fit; less than {MIN_TTL_S:g} s is not worth having",
+                base, status="off", reason_code="does_not_fit" if memory < MIN_TTL_S else "does_not_pay",
+                rows=_rows(inputs, fit), uncapped=fit, clamped_by=clamps_at_floor,
+                reason=f"switch retention off, or give decode more KV: {short}, and {why}",
             )  # fmt: skip
         if fit < current:
             return keep(
@@ -606,7 +644,7 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
     if target > current:
         gain = (then.token_hit_ratio - now.token_hit_ratio) * inputs.useful
         sure = gain - 1.28 * math.sqrt(max(gain, 0.0) * (1 - min(1.0, gain)) * DESIGN_EFFECT / max(1.0, inputs.ends))
-        if sure < MIN_GAIN:
+        if sure < MIN_GAIN and not _prefill_is_full(inputs):
             return keep(
                 "gain_too_small",
                 f"{target:.0f} s would reach {100 * gain:.1f} % more of the history, too little or too uncertain to "
@@ -628,7 +666,7 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
             "value": "the pool is short and holding on costs more than late returns save",
         }[binding]
         reason = (
-            f"{digits(current)} -> {target:.0f} s: {why}, at {inputs.ends / inputs.window_s:.2f} turns/s; "
+            f"{digits(current)} -> {target:.0f} s: {why}, at {_rate(inputs)}; "
             f"turns reused {100 * now.hit_ratio:.1f} -> {100 * then.hit_ratio:.1f} %"
         )
     cap = min((v for k, v in bounds.items() if k != form), default=MAX_TTL_S)
@@ -638,6 +676,19 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
         reason=reason, interval=interval and (min(interval[0], target), max(interval[1], target)),
         rows=_rows(inputs, target),
     )  # fmt: skip
+
+
+def _rate(inputs: TtlInputs) -> str:
+    served = inputs.ends / inputs.window_s
+    taken = f" served, taken as {served * inputs.raised_by:.2f} wanted" if inputs.raised_by > 1.05 else ""
+    return f"{served:.2f} turns/s{taken}"
+
+
+def _unfetched(inputs: TtlInputs) -> str:
+    return (
+        f"retention saves nothing as set: prefill fetched {100 * inputs.useful:.1f} % of the tokens that came back in "
+        "time (the rest it held itself, or it lay below the threshold)"
+    )
 
 
 def _allows(form: str, ttl_s: float) -> str:
@@ -650,6 +701,15 @@ def _saved(inputs: TtlInputs, current_s: float, target_s: float) -> float | None
         return None
     before, after = expected(inputs, inputs.costs, np.asarray([current_s, target_s]))
     return float(before - after)
+
+
+def _prefill_is_full(inputs: TtlInputs) -> bool:
+    """Whether prefill computes all the time: then returns are late because they queue, and every hit shortens that."""
+    if inputs.costs is None:
+        return False
+    costs = inputs.costs
+    service = costs.compute_base_s + costs.compute_token_s * costs.computed_mean
+    return costs.turns_per_s / costs.prefill_engines * service >= 0.9 * FULL
 
 
 def _best_that_fits(inputs: TtlInputs, memory_s: float, price: float) -> float | None:

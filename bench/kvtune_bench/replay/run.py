@@ -20,6 +20,7 @@ from kvtune_bench.replay.observe import ObservedDeployment, quiet, to_directory
 from kvtune_bench.replay.simulator import Replay
 from kvtune_bench.traces import Plan, load_trace, plan
 from kvtune_connector.policy import DEFAULT_THRESHOLD_TOKENS, DEFAULT_TTL_S
+from kvtune_tuning.recording import SUFFIX
 
 SCHEMA = "kvtune.simulate/1"
 POLICIES = ("default", "suggestion", "ski_rental", "keep_alive_p99", "continuum", "hindsight", "clairvoyant")
@@ -135,6 +136,8 @@ def simulate(request: Request, progress: Progress | None = None) -> dict[str, An
         raise ReplayError(f"unknown policy {unknown[0]!r}; choose from {', '.join(POLICIES)}, or none")
     if request.stock and request.explore:
         raise ReplayError("a deployment without kvtune does not explore: leave out explore, or stock")
+    if request.snapshot is not None and any(request.snapshot.glob(f"*{SUFFIX}")):
+        raise ReplayError(f"{request.snapshot} has snapshots already: name an empty directory for --snapshot")
     began = time.perf_counter()
     jobs = request.jobs or os.cpu_count() or 1
     pools = request.pools or (model.pool_tokens,)

@@ -16,6 +16,7 @@ from kvtune_bench.calibration import Calibration, Line
 from kvtune_bench.replay import policies
 from kvtune_bench.replay.model import Deployment, Load, ReplayError, Result, Setting
 from kvtune_bench.replay.observe import InMemory, ObservedDeployment, quiet, to_directory
+from kvtune_bench.replay.run import Request, simulate
 from kvtune_bench.replay.simulator import Replay
 from kvtune_bench.traces import Conversation, Plan, TraceTurn, plan
 from kvtune_tuning.api import suggest_series, suggest_snapshots
@@ -317,3 +318,9 @@ def test_snapshots_are_what_suggest_reads(trace: Path, tmp_path: Path) -> None:
 def test_bad_input_is_named(arguments: tuple[str, ...], says: str) -> None:
     code, out, err = command(*arguments)
     assert code in (1, 2) and says in err and not out and "Traceback" not in err
+
+
+def test_snapshots_of_two_replays_are_not_mixed(tmp_path: Path) -> None:
+    (tmp_path / "1-router.prom").write_text("")
+    with pytest.raises(ReplayError, match="has snapshots already: name an empty directory"):
+        simulate(Request(snapshot=tmp_path, compared=()))

@@ -151,7 +151,8 @@ def test_a_faster_link_never_raises_the_threshold(
     )
     recompute = fit(Arm.of(varied.recompute))
     slow, quick = (threshold.crossing(recompute, fit(Arm.of(link))) for link in links)
-    assert slow is None or (quick is not None and quick <= slow * (1 + 1e-9))
+    # beyond every threshold the lines are as good as parallel, and which way they lean is chance
+    assert slow is None or slow > threshold.MAX_THRESHOLD or (quick is not None and quick <= slow * (1 + 1e-9))
     first, second = (threshold.advise(replace(varied, fetch=link, current=current)) for link in links)
     for before, after in ((first.uncapped, second.uncapped), (_in_force(first), _in_force(second))):
         assert before is None or after is None or after <= before * (1 + 1e-9)

@@ -658,7 +658,8 @@ def test_engines_without_a_router_are_advised_by_the_ages_of_their_retentions(
     assert (document["evidence"]["mode"], full["evidence"]["mode"]) == ("engines", "kvtune")
     assert levels(document)["no_router"] == "warning" and document["evidence"]["stock"] is None
     assert ttl(document)["status"] == "change" and ttl(document)["reason_code"] == "pool_pressure"
-    assert ttl(document)["recommended"] == pytest.approx(ttl(full)["recommended"], rel=0.3)
+    # What nobody saw wait for room is not risked: only what surely fits.
+    assert 0.6 * ttl(full)["recommended"] <= ttl(document)["recommended"] <= ttl(full)["recommended"]
     ages = {p["seconds"]: p["turns"] for p in document["explain"]["survival"]}
     for point in full["explain"]["survival"]:
         if point["seconds"] in ages and point["seconds"] < 475:
