@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated
 
@@ -37,6 +38,8 @@ def metrics(
         typer.echo("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
         for name, *rest in cells:
             typer.echo("| `" + name + "` | " + " | ".join(str(cell).replace("|", "\\|") for cell in rest) + " |")
+        for line in _label_values():
+            typer.echo(line)
         return
     from rich.console import Console
     from rich.table import Table
@@ -50,3 +53,20 @@ def metrics(
     # A pipe has no width of its own; names must not be folded there.
     width = max(console.width, 160) if not console.is_terminal else console.width
     Console(width=width).print(table)
+
+
+def _label_values() -> Iterator[str]:
+    """Tables of what label values mean, as Markdown."""
+    from kvtune_telemetry.catalogue import CATALOGUE
+    from kvtune_telemetry.vocabulary import meanings
+
+    users: dict[tuple[str, type[StrEnum]], list[str]] = {}
+    for metric in CATALOGUE:
+        for label in metric.labels:
+            if label.words is not None:
+                users.setdefault((label.name, label.words), []).append(f"`{metric.name}`")
+    for (name, words), names in users.items():
+        yield f"\n## `{name}` of {', '.join(names)}\n\n{' '.join((words.__doc__ or '').split())}\n"
+        yield "| Value | Meaning |\n|---|---|"
+        for value, meaning in meanings(words).items():
+            yield f"| `{value}` | {meaning.replace('|', chr(92) + '|')} |"

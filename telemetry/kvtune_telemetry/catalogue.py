@@ -40,6 +40,8 @@ class Label:
 
     name: str
     values: tuple[str, ...] | None = None
+    words: type[StrEnum] | None = None
+    """The set the values are of, which says what each means; None where they say it themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class Metric:
 
 
 def _of(name: str, enum: type[StrEnum]) -> Label:
-    return Label(name, tuple(member.value for member in enum))
+    return Label(name, tuple(member.value for member in enum), enum)
 
 
 FIRST_TURN_OUTCOMES = (Outcome.FIRST, Outcome.NO_IDENTITY, Outcome.DISABLED, Outcome.ERROR)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from enum import StrEnum
 
 
@@ -11,7 +13,7 @@ class Outcome(StrEnum):
     FIRST = "first"
     """No earlier turn of this conversation is known: there was nothing to reuse."""
     HIT = "hit"
-    """P accepted the reference: the history was read from D, or P held it already (see `Decision`)."""
+    """P accepted the reference: the history was read from D, or P held it already (see `decision`)."""
     EXPIRED = "expired"
     """The next turn came too late for the retention; the reference was not handed over, or P declined it."""
     REWRITTEN = "rewritten"
@@ -52,15 +54,25 @@ class Reason(StrEnum):
     `rewritten` also with a `fetch` that was cut to the verified prefix, `explored` with either."""
 
     NONE = "none"
+    """Nothing spoke against it."""
     BELOW_THRESHOLD = "below_threshold"
+    """Less than `kv_recompute_threshold` tokens could be fetched."""
     EXPIRED = "expired"
+    """The retention had run out, or would before the read was safe."""
     REWRITTEN = "rewritten"
+    """The prompt does not begin with the tokens D holds, or with few of them."""
     UNVERIFIED = "unverified"
+    """The reference carries no fingerprint."""
     CONSUMED = "consumed"
+    """This reference was read before."""
     ENGINE_GONE = "engine_gone"
+    """The engine that held the KV is not the one that answers at its address."""
     READ_FAILED = "read_failed"
+    """The read was begun and failed, or never reached D."""
     EXPLORED = "explored"
+    """The router asked for the path that the threshold speaks against."""
     DISABLED = "disabled"
+    """P is not bidirectional, or the request cannot reuse."""
 
 
 class Direction(StrEnum):
@@ -93,6 +105,7 @@ class Missed(StrEnum):
     ABORTED = "aborted"
     """The engine saw an abort: the client left, or a stop string was found (upstream ends those from outside)."""
     ERROR = "error"
+    """The request failed."""
     UNWANTED = "unwanted"
     """The router asked for no retention."""
     DISABLED = "disabled"
@@ -118,15 +131,19 @@ class ReferenceEnd(StrEnum):
     HANDED_OVER = "handed_over"
     """P got it and answered."""
     EXPIRED = "expired"
+    """Its retention ran out before the next turn came, or would have while it was handed over."""
     SUPERSEDED = "superseded"
     """A newer turn of the same conversation brought another."""
     EVICTED = "evicted"
+    """The router forgot it to keep its own memory bounded."""
     ENGINE_GONE = "engine_gone"
+    """The engine that held the KV went away or restarted."""
     REWRITTEN = "rewritten"
     """The router itself saw that the history was rewritten."""
     LOST = "lost"
     """P may or may not have read it (broken connection): not safe to use again."""
     SHUTDOWN = "shutdown"
+    """The router stopped."""
 
 
 class Phase(StrEnum):
@@ -146,11 +163,27 @@ class Role(StrEnum):
     """An engine's part in disaggregated serving."""
 
     PREFILL = "prefill"
+    """Computes prompts (P)."""
     DECODE = "decode"
+    """Generates answers, and retains their KV (D)."""
 
 
 class Path(StrEnum):
     """The two ways to get the KV of a history; each has its cost sums."""
 
     RECOMPUTE = "recompute"
+    """A prefill's computation, its fixed part included."""
     FETCH = "fetch"
+    """A read back from D, from admission to arrival."""
+
+
+def meanings(words: type[StrEnum]) -> dict[str, str]:
+    """What each word of a set means, as written under it above; empty where the word says all."""
+    body = ast.parse(inspect.getsource(words)).body[0].body  # type: ignore[attr-defined]
+    found = {word.value: "" for word in words}
+    for name, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(name, ast.Assign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            target = name.targets[0]
+            assert isinstance(target, ast.Name)
+            found[words[target.id].value] = " ".join(str(after.value.value).split())
+    return found
