@@ -148,7 +148,8 @@ def _header(text: str) -> tuple[str, str]:
 def _token(path: Path) -> str:
     token = _readable(path, "--bearer-token-file").strip()
     if not re.fullmatch(rb"[\x21-\x7e]+", token):
-        raise _unusable("--bearer-token-file", path, "not one token in printable ASCII")
+        why = "not one token in printable ASCII" if token else "it is empty; it must hold one token"
+        raise _unusable("--bearer-token-file", path, why)
     return token.decode("ascii")
 
 

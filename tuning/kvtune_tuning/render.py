@@ -107,7 +107,7 @@ def _report(console: Any, document: dict[str, Any]) -> None:
                 Padding(Text(f"bound by {', '.join(one['clamped_by'])}; uncapped {_g(one['uncapped'])}"), (0, 0, 0, 2))
             )
         if one["retry_after"]:
-            console.print(Padding(Text(f"ask again in about {_duration(one['retry_after'])}"), (0, 0, 0, 2)))
+            console.print(Padding(Text(_again(document, one["retry_after"])), (0, 0, 0, 2)))
         if one["counterfactual"]:
             console.print(Padding(Text("modelled at each value, none of it measured:", "dim"), (0, 0, 0, 2)))
             console.print(Padding(_rows(one), (0, 0, 0, 2)))
@@ -160,6 +160,15 @@ def _apart(one: dict[str, Any], facts: dict[str, Any]) -> str:
     if facts["holdout_ratio"]:
         why.append(f"hold-out {100 * facts['holdout_ratio']:.3g} %")
     return f"pool P99 now: {_percent(modelled)} modelled ({', '.join(why)}), {_percent(measured)} measured"
+
+
+def _again(document: dict[str, Any], retry_after_s: float) -> str:
+    """When to come back, or how much to watch where nobody goes on watching meanwhile."""
+    if document["source"]["kind"] == "prometheus":
+        return f"ask again in about {_duration(retry_after_s)}"
+    window = document["window"]
+    whole = window["end_unix"] - window["start_unix"] + retry_after_s
+    return f"it takes about {_duration(whole)} of such traffic in one recording"
 
 
 def _rows(one: dict[str, Any]) -> Any:
