@@ -255,7 +255,8 @@ def _router() -> Iterator[Metric]:
     )  # fmt: skip
     yield Metric(
         "kvtune_router_setting", "gauge", "1",
-        "Settings in force: default_ttl_seconds (assumed where D does not say), margin_seconds (kept before expiry, hand-over included), "
+        "Settings in force: default_ttl_seconds (assumed where D does not say), margin_seconds (kept before expiry, "
+        "hand-over included), "
         "holdout_ratio, explore_ratio, retain_seconds (asked of D for each turn; 0: what D is set to).",
         "router",
         (

@@ -172,10 +172,11 @@ def test_too_little_says_how_much_is_missing(snapshots: Snapshots) -> None:
     assert "need 20 and 500" in one["reason"]
     assert exit_code(document) == 3
     # A recording ends with its window: another one as short would say as little.
-    hours = (900 + one["retry_after"]) / 3600
-    assert f"it takes about {hours:.3g} h of such traffic in one recording" in render_table(document)
+    whole = 900 + one["retry_after"]
+    assert 3600 < one["retry_after"] < whole < 7200
+    assert f"it takes about {whole / 60:.3g} min of such traffic in one recording" in render_table(document)
     asked = {**document, "source": {**document["source"], "kind": "prometheus"}}
-    assert f"ask again in about {one['retry_after'] / 3600:.3g} h" in render_table(asked)
+    assert f"ask again in about {one['retry_after'] / 60:.3g} min" in render_table(asked)
 
 
 def test_no_traffic_is_insufficient_with_no_date(snapshots: Snapshots) -> None:
