@@ -58,7 +58,8 @@ def render(document: dict[str, Any], *, color: bool = False) -> str:
             console.print(f"suggestion at {one['rate']:g} turns/s: {one['error']['message']}")
         else:
             for setting in ("decoder_kv_blocks_ttl", "kv_recompute_threshold"):
-                console.print(f"suggestion at {one['rate']:g} turns/s: {one[setting]['reason']}", soft_wrap=False)
+                said = f"suggestion at {one['rate']:g} turns/s, by the traffic it watched: {one[setting]['reason']}"
+                console.print(said, soft_wrap=False)
     console.print()
     console.print(
         f"{document['replays']} replays, {document['turns_replayed']} turns, "
