@@ -68,6 +68,8 @@ FULL = 0.98
 """Prefill's utilisation beyond which its queue is only said to be very long."""
 MIN_GAIN_TTFT = 0.01
 """A change must improve the expected time to first token by at least this share of the observed one."""
+URGENT_TTFT = 0.1
+"""A change that improves it by this share is worth a restart, however small: just beyond what fits, waits shoot up."""
 _DRAWS = 200
 _LEAST_S = 1e-3
 """A break-even below a millisecond is none."""
@@ -290,24 +292,30 @@ def as_seen_waiting(inputs: TtlInputs) -> TtlInputs:
 def waiting_ttl(inputs: TtlInputs, costs: Costs) -> float:
     """The longest TTL (s) of the grid whose expected time to first token is the least, but for a millisecond.
 
-    Of those only whose demand fits the pool most of the time: what waits beyond that grows with the load's duration.
+    Of those only whose demand fits the pool most of the time: what waits beyond that grows with the load's duration;
+    of all if what fits is worse than the TTL in force, as where prefill cannot do without long retention either.
     Where less was waited than demand foretells, further than else only as far as its 99th percentile fits. 0 where
     holding nothing is best, or nothing fits.
     """
-    grid = np.concatenate(([0.0], _grid(inputs)))
+    whole = np.concatenate(([0.0], _grid(inputs)))
     pool = inputs.pool_tokens or math.inf
-    mean, variance = pinned(inputs, grid)
+    mean, variance = pinned(inputs, whole)
     demand = (inputs.active_mean or 0.0) + mean + MOSTLY_FITS_SIGMA * np.sqrt(variance + inputs.active_variance)
-    grid = grid[(demand <= pool) | (grid == 0.0)]
+    mostly = whole[(demand <= pool) | (whole == 0.0)]
 
-    def best(one: TtlInputs) -> float:
+    def best(one: TtlInputs, grid: Floats) -> float:
         cost = expected(one, costs, grid)
         return float(grid[np.flatnonzero(cost <= cost.min() + SAME_S)[-1]])
 
     if inputs.waits_longer >= WAITS_LONGER:
-        return best(inputs)
-    fits = grid[(filled(inputs, grid) <= pool) | (grid == 0.0)]
-    return max(best(replace(inputs, waits_longer=WAITS_LONGER)), min(best(inputs), float(fits[-1])))
+        found = best(inputs, mostly)
+    else:
+        fits = whole[(filled(inputs, whole) <= pool) | (whole == 0.0)]
+        found = max(
+            best(replace(inputs, waits_longer=WAITS_LONGER), mostly), min(best(inputs, mostly), float(fits[-1]))
+        )
+    there, here = expected(inputs, costs, np.asarray([found, inputs.current_s]))
+    return best(inputs, whole) if found >= MIN_TTL_S and there > here + SAME_S else found
 
 
 def longest_good(inputs: TtlInputs) -> tuple[float, str]:
@@ -629,11 +637,12 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
         return keep(
             "gain_too_small", f"holding for more than {digits(uncapped)} s costs more than late returns save", uncapped
         )
-    if abs(target - current) < MIN_CHANGE * current:
+    saved = _saved(inputs, current, target)
+    urgent = pressed and saved is not None and saved >= URGENT_TTFT * (inputs.ttft_followup_s or math.inf)
+    if abs(target - current) < MIN_CHANGE * current and not urgent:
         return keep(
             "change_too_small", f"{target:.0f} s would be best, less than {100 * MIN_CHANGE:.0f} % away", uncapped
         )
-    saved = _saved(inputs, current, target)
     if saved is not None and saved < MIN_GAIN_TTFT * (inputs.ttft_followup_s or 0.0):
         return keep(
             "gain_too_small",

@@ -716,6 +716,29 @@ def test_the_wait_that_was_seen_says_how_much_is_waited() -> None:
     assert ttl.as_seen_waiting(slack) == slack, "no wait is expected: a long first token has other reasons"
 
 
+def test_a_small_step_out_of_a_crowded_pool_is_taken() -> None:
+    one = inputs(costs=COSTS, starved=True, usage_p99=1.0, pool_tokens=2_500_000.0, current_s=80.0)
+    before, after = ttl.expected(one, COSTS, np.array([80.0, 70.0]))
+    saved = float(before - after)
+    told = ttl.advise(replace(one, ttft_followup_s=9 * saved))
+    assert (told.status, told.recommended) == ("change", 70.0)
+    assert ttl.advise(replace(one, ttft_followup_s=11 * saved)).reason_code == "change_too_small"
+
+
+def test_where_neither_pool_nor_prefill_has_room_the_lesser_evil_is_taken() -> None:
+    full = replace(COSTS, turns_per_s=4.0, compute_token_s=60e-6, computed_mean=3000.0)
+    one = inputs(costs=full, starved=True, usage_p99=1.0, pool_tokens=900_000.0, ttft_followup_s=60.0)
+    found = ttl.waiting_ttl(one, full)
+    grid = np.arange(5.0, 1000.0, 5.0)
+    cost = ttl.expected(one, full, grid)
+    here = ttl.expected(one, full, np.array([found, one.current_s]))
+    assert here[0] <= here[1] and here[0] == pytest.approx(cost.min(), abs=2 * ttl.SAME_S)
+    mean, variance = ttl.pinned(one, np.array([found]))
+    assert float(mean[0] + np.sqrt(variance[0])) + (one.active_mean or 0.0) > 900_000.0, (
+        "it does not fit, nor does less"
+    )
+
+
 def test_full_prefill_raises_a_ttl_on_less_than_sure_hits() -> None:
     few = inputs(costs=COSTS, current_s=120.0, usage_p99=0.3, pool_tokens=2e7, ttft_followup_s=100.0, ends=300.0)
     assert ttl.advise(few).reason_code == "gain_too_small"
