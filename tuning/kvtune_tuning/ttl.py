@@ -90,6 +90,15 @@ class Costs:
     computed_square: float
     """The mean of their squares."""
 
+    @property
+    def engine_rate(self) -> float:
+        """Turns a second of one prefill engine."""
+        return self.turns_per_s / self.prefill_engines
+
+    def service_s(self, computed: Floats) -> Floats:
+        """Seconds prefill computes for so many tokens."""
+        return np.asarray(self.compute_base_s + self.compute_token_s * computed, dtype=np.float64)
+
 
 @dataclass(frozen=True, slots=True)
 class TtlInputs:
@@ -236,9 +245,9 @@ def prefill_seconds(inputs: TtlInputs, costs: Costs, ttl_s: Floats) -> Floats:
     computed = np.maximum(costs.computed_mean + lost, 0.0)
     square = np.maximum(costs.computed_square + lost_square, computed**2)
     base, token = costs.compute_base_s, costs.compute_token_s
-    service = base + token * computed
+    service = costs.service_s(computed)
     service_square = base**2 + 2 * base * token * computed + token**2 * square
-    rate = costs.turns_per_s / costs.prefill_engines
+    rate = costs.engine_rate
     busy = rate * service
     idle = np.maximum(1.0 - busy, 1.0 - FULL)
     # beyond that the queue grows for as long as the load lasts: longer, the fuller
@@ -717,8 +726,7 @@ def _prefill_is_full(inputs: TtlInputs) -> bool:
     if inputs.costs is None:
         return False
     costs = inputs.costs
-    service = costs.compute_base_s + costs.compute_token_s * costs.computed_mean
-    return costs.turns_per_s / costs.prefill_engines * service >= 0.9 * FULL
+    return bool(costs.engine_rate * costs.service_s(np.asarray(costs.computed_mean)) >= 0.9 * FULL)
 
 
 def _best_that_fits(inputs: TtlInputs, memory_s: float, price: float) -> float | None:
