@@ -723,7 +723,7 @@ def test_everything_that_logs_in_is_sent_and_nothing_of_it_is_said(tmp_path: Pat
         ({"headers": ["A: b\r\nC: d"]}, "http://p", "bad_header", "printable ASCII"),
         ({"headers": [": s3cret"]}, "http://p", "bad_header", "'Name: value'"),
         ({"bearer_token_file": "none"}, "http://p", "bad_file", "none: No such file"),
-        ({"bearer_token_file": "empty"}, "http://p", "bad_file", "not one token"),
+        ({"bearer_token_file": "empty"}, "http://p", "bad_file", "empty: it is empty; it must hold one token"),
         ({"bearer_token_file": "token"}, "http://u:s3cret@p", "two_logins", "--bearer-token-file and user:password"),
         ({"headers": ["authorization: s3cret"]}, "u:s3cret@p", "two_logins", "--header Authorization and user"),
         ({"ca_file": "token"}, "https://p", "bad_file", "--ca-file"),
