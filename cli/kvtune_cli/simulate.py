@@ -101,7 +101,7 @@ def simulate(
             pools=_numbers(pool_tokens, "--pool-tokens", int, 1) if pool_tokens else (), compared=compared, seed=seed,
             duration_s=seconds(duration, "--duration"), warmup_s=seconds(warmup, "--warmup"),
             prefill_engines=prefill, prefill_cache=prefill_cache, noise=noise, current_ttl_s=current_ttl,
-            explore=explore, snapshot=snapshot, stock=stock, jobs=jobs,
+            explore=explore, snapshot=snapshot, stock=stock, learning=charts is not None, jobs=jobs,
         )  # fmt: skip
         if not request.compared and not request.ttls_s:
             fail("nothing to replay: give --ttl, or --policies", code=2)

@@ -1,8 +1,12 @@
-"""Charts of a simulation: TTFT against TTL, and reuse against what it retains. Imports matplotlib on first use."""
+"""Charts of a simulation: TTFT against TTL, reuse against what it retains, regret against conversations seen.
+
+Imports matplotlib on first use.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from kvtune_bench.charts import BLUE, GREEN, GRID, INK, MUTED, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
@@ -16,8 +20,8 @@ _MARK = {"suggestion": "*", "default": "s", "hindsight": "D"}
 
 
 def draw(document: dict[str, Any], directory: Path) -> list[Path]:
-    """Two charts for each load and pool, as SVG and PNG; returns the files. Raises ReplayError where nothing can be
-    drawn or written."""
+    """The charts of each load and pool, as SVG and PNG; returns the files. Raises ReplayError where nothing can be
+    drawn or written. Regret is drawn where suggestions after several windows were compared with the best TTL."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -33,9 +37,18 @@ def draw(document: dict[str, Any], directory: Path) -> list[Path]:
         where = f"simulated {document['model']}, {rate:g} turns/s, pool of {pool / 1e6:.3g}M tokens"
         swept = [row for row in document["sweep"] if (row["rate"], row["pool_tokens"]) == (rate, pool)]
         curve = sorted((row for row in (*rows, *swept) if row["ttl"] is not None), key=lambda row: row["ttl"])
-        for name, paint in (("ttft", _ttft), ("frontier", _frontier)):
+        learnt = [
+            row for row in document["learning"]
+            if (row["rate"], row["pool_tokens"]) == (rate, pool) and None not in (row["regret"], row["conversations"])
+        ]  # fmt: skip
+        charts = (
+            ("ttft", _ttft, (rows, curve)),
+            ("frontier", _frontier, (rows, curve)),
+            ("regret", _regret, (learnt, rows)),
+        )
+        for name, paint, given in charts if learnt else charts[:2]:
             figure, axes = pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")
-            title = paint(axes, rows, curve)
+            title = paint(axes, *given)
             axes.set_title(f"{title}\n{where}", fontsize=11, color=INK, loc="left")
             axes.grid(color=GRID, linewidth=0.8)
             axes.set_axisbelow(True)
@@ -99,3 +112,37 @@ def _frontier(axes: Any, rows: _Rows, curve: _Rows) -> str:
     axes.set_ylabel("follow-up turns reused")
     axes.legend(fontsize=8, frameon=False)
     return "Reuse against what it retains"
+
+
+def _regret(axes: Any, learnt: _Rows, rows: _Rows) -> str:
+    """How far suggestions are from the best fixed TTL; a median over windows of one length, and each window."""
+    lengths: dict[float, _Rows] = {}
+    for row in learnt:
+        lengths.setdefault(row["watched_s"], []).append(row)
+    middle = [
+        [median(row[key] for row in group) for key in ("conversations", "regret")]
+        for _, group in sorted(lengths.items())
+    ]
+    axes.plot(
+        [seen for seen, _ in middle], [100 * regret for _, regret in middle], color=BLUE, linewidth=1.5, zorder=2,
+        label="suggestion, median of windows of one length",
+    )  # fmt: skip
+    for advises, fill in ((True, BLUE), (False, "none")):
+        some = [row for row in learnt if (row["status"] in ("change", "off", "keep")) is advises]
+        if some:
+            axes.scatter(
+                [row["conversations"] for row in some], [100 * row["regret"] for row in some], edgecolors=BLUE,
+                facecolors=fill, s=30, zorder=3, label="one window" if advises else "one window: not enough data yet",
+            )  # fmt: skip
+    best = min((row["ttft_mean_s"] for row in rows if row["policy"] == "hindsight"), default=None)
+    default = next((row["ttft_mean_s"] for row in rows if row["policy"] == "default"), None)
+    if best and default:
+        regret = max(0.0, 100 * (default / best - 1))
+        axes.axhline(regret, color=COLOURS["default"], linewidth=1.2, linestyle="--", label=f"default ({regret:.3g} %)")
+    axes.set_xlim(left=0)
+    axes.set_ylim(0, max(2.0, 1.1 * axes.get_ylim()[1]))
+    axes.set_xlabel("conversations seen before the suggestion")
+    axes.set_ylabel("mean time to first token above the best TTL's, %")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.legend(fontsize=8, frameon=False)
+    return "Regret against conversations seen"

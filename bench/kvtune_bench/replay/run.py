@@ -28,6 +28,8 @@ SCRAPE_S = 60.0
 """Between the snapshots that `--snapshot` writes."""
 _OBSERVED_SEED = 7919
 """Added to the seed for the traffic a suggestion is made from: it is judged on other traffic."""
+LESSONS = tuple((share, number) for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0) for number in range(3))
+"""Watched to see how a suggestion gets better: shares of the window, and windows of each length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class Request:
     explore: float = 0.0
     snapshot: Path | None = None
     stock: bool = False
+    learning: bool = False
+    """Also ask after shorter windows: how good a suggestion is, by conversations seen."""
     jobs: int = 0
     """Processes; 0: as many as there are cores."""
 
@@ -159,9 +163,11 @@ def simulate(request: Request, progress: Progress | None = None) -> dict[str, An
             )
         first = [case for world in worlds for case in world.first()]
         asking = worlds if "suggestion" in request.compared else []
-        tally = _Tally(progress, len(first) + len(asking))
+        lessons = [(world, case) for world in asking if request.learning for case in world.lessons()]
+        tally = _Tally(progress, len(first) + len(asking) + len(lessons))
         pending = [pool.submit(_play, case) for case in first]
         questions = [pool.submit(_suggest, world.observed()) for world in asking]
+        answers = [pool.submit(_suggest, case) for _, case in lessons]
         results = list(tally.collect(first, pending))
         second = [case for world in worlds for case in world.second([(c, r) for c, r, _ in results if world.owns(c)])]
         for world, question in zip(asking, questions, strict=True):
@@ -171,10 +177,17 @@ def simulate(request: Request, progress: Progress | None = None) -> dict[str, An
                 {"rate": world.load.turns_per_s, "pool_tokens": world.deployment.pool_tokens, **_said(document)}
             )
             tally.one(second[-1])
+        learnt = []
+        for (world, watched), answer in zip(lessons, answers, strict=True):
+            setting, document = answer.result()
+            learnt.append((watched, world.case("learning", setting), document))
+            tally.one(watched)
+        second += dict.fromkeys(case for _, case, _ in learnt)
         tally.total += len(second)
         results += tally.collect(second, [pool.submit(_play, case) for case in second])
     rows = [row(case, result) for world in worlds for case, result in world.chosen([(c, r) for c, r, _ in results])]
     turns = sum(result.turns for _, result, _ in results)
+    reached = {case: result.ttft_mean_s for case, result, _ in results}
     return {
         "schema": SCHEMA,
         "trace": "packaged sample" if request.trace is None else str(request.trace),
@@ -191,6 +204,29 @@ def simulate(request: Request, progress: Progress | None = None) -> dict[str, An
         "suggestions": advice,
         "rows": rows,
         "sweep": [row(case, result) for case, result, _ in results if case.policy == "hindsight"],
+        "learning": [_learnt(watched, case, document, reached) for watched, case, document in learnt],
+    }
+
+
+def _learnt(
+    watched: _Case, case: _Case, document: dict[str, Any], reached: dict[_Case, float | None]
+) -> dict[str, Any]:
+    """One suggestion after a window: what was seen, what was said, and how far that is from the best fixed TTL."""
+    ttft = reached[case]
+    sweep = [
+        other for swept, other in reached.items()
+        if swept.policy == "hindsight" and swept.load == case.load and swept.deployment == case.deployment and other
+    ]  # fmt: skip
+    return {
+        "rate": case.load.turns_per_s,
+        "pool_tokens": case.deployment.pool_tokens,
+        "watched_s": watched.load.duration_s,
+        "conversations": None if "error" in document else document["evidence"]["conversations"],
+        "status": "error" if "error" in document else _said(document)["decoder_kv_blocks_ttl"]["status"],
+        "ttl": case.setting.ttl_s,
+        "ttft_mean_s": ttft,
+        # a suggestion between the swept TTLs may be better than the best of them
+        "regret": None if ttft is None or not sweep else max(0.0, ttft / min(sweep) - 1),
     }
 
 
@@ -277,6 +313,15 @@ class _World:
         load = replace(self.load, seed=self.load.seed + _OBSERVED_SEED)
         setting = Setting(self.request.current_ttl_s, self._threshold, explore=self.request.explore)
         return _Case("suggestion", self.deployment, setting, load, None, self.request.stock)
+
+    def lessons(self) -> list[_Case]:
+        """Traffic to make suggestions from after less of it."""
+        whole = self.observed()
+        loads = [
+            replace(whole.load, duration_s=share * whole.load.duration_s, seed=whole.load.seed + 1 + number)
+            for share, number in LESSONS
+        ]
+        return [replace(whole, load=load) for load in loads]
 
     def second(self, seen: list[tuple[_Case, Result]]) -> list[_Case]:
         """What needs to know how the default did."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from typer.testing import CliRunner
 
 from kvtune_bench.calibration import Calibration, Line
 from kvtune_bench.replay import policies
+from kvtune_bench.replay.charts import draw
 from kvtune_bench.replay.model import Deployment, Load, ReplayError, Result, Setting
 from kvtune_bench.replay.observe import InMemory, ObservedDeployment, quiet, to_directory
-from kvtune_bench.replay.run import Request, simulate
+from kvtune_bench.replay.run import LESSONS, Request, simulate
 from kvtune_bench.replay.simulator import Replay
 from kvtune_bench.traces import Conversation, Plan, TraceTurn, plan
 from kvtune_tuning.api import suggest_series, suggest_snapshots
@@ -280,6 +282,27 @@ def test_the_command_gives_a_row_for_each_setting_and_rule(trace: Path, tmp_path
         "frontier-1.png", "frontier-1.svg", "frontier-2.png", "frontier-2.svg",
         "ttft-1.png", "ttft-1.svg", "ttft-2.png", "ttft-2.svg",
     ]  # fmt: skip
+
+
+def test_regret_is_shown_by_conversations_seen(trace: Path, tmp_path: Path) -> None:
+    request = Request(
+        trace=trace, rates=(0.5,), duration_s=3200.0, warmup_s=300.0, compared=("default", "suggestion", "hindsight"),
+        learning=True, jobs=2,
+    )  # fmt: skip
+    document = simulate(request)
+    learnt = document["learning"]
+    assert [row["watched_s"] for row in learnt] == [share * 3200.0 for share, _ in LESSONS]
+    seen = [row["conversations"] for row in learnt if row["conversations"] is not None]
+    assert seen and max(seen[-3:]) > 2 * min(seen[:3])
+    ttft = {row["ttl"]: row["ttft_mean_s"] for row in document["sweep"]}
+    best = min(ttft.values())
+    for row in learnt:
+        assert row["ttft_mean_s"] == pytest.approx(ttft.get(row["ttl"], row["ttft_mean_s"]), rel=1e-12)
+        assert row["regret"] == pytest.approx(max(0.0, row["ttft_mean_s"] / best - 1))
+    # what is not said in time leaves the default
+    assert all(row["ttl"] == 480.0 for row in learnt if row["status"] in ("insufficient", "error"))
+    assert {path.name for path in draw(document, tmp_path)} >= {"regret-1.svg", "regret-1.png"}
+    assert simulate(replace(request, learning=False, compared=("default",)))["learning"] == []
 
 
 def test_snapshots_are_what_suggest_reads(trace: Path, tmp_path: Path) -> None:
