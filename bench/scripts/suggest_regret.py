@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import product
 from multiprocessing import get_context
@@ -178,10 +178,15 @@ def judge(world: World) -> dict[str, Any]:
 def predictions(
     documents: list[dict[str, Any]], plans: Sequence[Plan], deployment: Deployment, loads: Sequence[Load]
 ) -> list[tuple[float, float, float]]:
-    """(TTL, predicted over replayed mean, the same of the 99th percentile); each the mean over the windows."""
+    """(TTL, predicted over replayed mean, the same of the 99th percentile); each the mean over the windows.
+
+    Nothing where no window had data enough to predict.
+    """
     found = []
     for ttl in PREDICTED:
         rows = [row for one in documents for row in one["recommendations"][0]["counterfactual"] if row["value"] == ttl]
+        if not rows:
+            continue
         runs = [Replay(plans, deployment, Setting(ttl), load).run() for load in loads]
         ratios = [
             statistics.fmean(row[key] for row in rows) / statistics.fmean(replayed)
@@ -422,12 +427,18 @@ def main() -> None:
             pool.submit(intervals, World(traffic, model, way, usage, (), seconds), WINDOWS)
             for traffic in traces for model in models for way in (0, 1) for usage in (1.1, 1.4)
         ]  # fmt: skip
-        results = []
-        for number, future in enumerate(judged, 1):
-            results.append(future.result())
-            if sys.stderr.isatty() or number % 4 == 0:
-                print(f"\r{number} of {len(judged)} worlds, {time.monotonic() - began:.0f} s", end="", file=sys.stderr)
-        print(file=sys.stderr)
+        everything = [*judged, *small, *taus, *several]
+        end = "\r" if sys.stderr.isatty() else "\n"
+        try:
+            for number, future in enumerate(as_completed(everything), 1):
+                future.result()
+                if sys.stderr.isatty() or number % 10 == 0:
+                    past = time.monotonic() - began
+                    print(f"{number} of {len(everything)} done, {past:.0f} s", end=end, file=sys.stderr, flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        results = [future.result() for future in judged]
         value = [found for future in small if (found := future.result()) is not None]
         thresholds = [future.result() for future in taus]
         cells = [future.result() for future in several]
