@@ -17,6 +17,13 @@ _P5EN = (
 )
 
 
+_KEYS = ("name", "source", "prefill", "transfer", "decode_token_s", "bytes_per_token", "pool_tokens", "context_tokens")
+"""What a calibration file must have."""
+_OPTIONAL = ("handoff", "descriptors_per_block")
+_LARGEST = 1e15
+"""Numbers of a file are below this: whole ones are exact then."""
+
+
 class CalibrationError(ValueError):
     """A calibration that cannot be used; the message says why and what is allowed."""
 
@@ -114,9 +121,13 @@ def calibration(name_or_path: str) -> Calibration:
     if not path.is_file():
         raise CalibrationError(f"model {name_or_path!r} is neither one of {', '.join(sorted(PRESETS))} nor a JSON file")
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CalibrationError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise CalibrationError(f"{path}: not JSON: {error}") from None
+    except RecursionError:
+        raise CalibrationError(f"{path}: not a calibration: nested too deeply") from None
     try:
         return from_dict(data)
     except CalibrationError as error:
@@ -127,13 +138,19 @@ def from_dict(data: object) -> Calibration:
     """Read `to_dict`'s data. `handoff` and `descriptors_per_block` may be left out. Raises CalibrationError."""
     if not isinstance(data, Mapping):
         raise CalibrationError("a calibration is an object")
-    known = {
-        "name", "source", "prefill", "transfer", "handoff", "decode_token_s", "bytes_per_token", "pool_tokens",
-        "context_tokens", "descriptors_per_block",
-    }  # fmt: skip
-    unknown = sorted(set(data) - known)
+    unknown = sorted(set(data) - {*_KEYS, *_OPTIONAL})
     if unknown:
-        raise CalibrationError(f"unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        names = ", ".join(map(repr, unknown))
+        raise CalibrationError(f"unknown key {names}; known: {', '.join(sorted((*_KEYS, *_OPTIONAL)))}")
+    missing = [key for key in _KEYS if key not in data]
+    for key in ("prefill", "transfer", "handoff"):
+        if isinstance(data.get(key), Mapping):
+            missing += [f"{key}.{part}" for part in ("base_s", "token_s") if part not in data[key]]
+            odd = sorted(set(data[key]) - {"base_s", "token_s", "floor_s"})
+            if odd:
+                raise CalibrationError(f"unknown key {key}.{odd[0]}; {key} has base_s, token_s and perhaps floor_s")
+    if missing:
+        raise CalibrationError(f"missing: {', '.join(missing)}; docs/simulate.md has an example of the whole file")
 
     def text(key: str) -> str:
         value = data.get(key)
@@ -143,8 +160,8 @@ def from_dict(data: object) -> Calibration:
 
     def number(source: Mapping[str, Any], key: str, where: str, *, default: float | None = None) -> float:
         value = source.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise CalibrationError(f"{where}{key} must be a number, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _LARGEST:
+            raise CalibrationError(f"{where}{key} must be a number, got {json.dumps(value, default=str)[:60]}")
         return float(value)
 
     def positive(key: str, *, default: int | None = None) -> int:

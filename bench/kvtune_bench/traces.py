@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -15,6 +16,8 @@ COLUMNS = ("conv", "turn", "in_tokens", "out_tokens", "gap_to_next_s", "reusable
 """The columns a trace must have; others are ignored. Described in `bench/data/README.md`."""
 CHAT_COLUMNS = ("dur", "event", "w", "t")
 """Of a recording of requests: seconds to the first continuation (or to the end), whether it came, tokens, arrival."""
+_VALUES = (int, float, str)
+"""What JSON values of a turn may be."""
 _CHAT_OUTPUT = 350
 """Tokens of an answer, where a recording tells only prompt and answer together."""
 _CHAT_TOKEN_S = 0.016
@@ -48,6 +51,7 @@ class Conversation:
     """One recorded conversation; at least one turn, and only the last one has no pause after it."""
 
     id: int
+    """The recorded number; where a file has names for conversations, their place in it."""
     turns: tuple[TraceTurn, ...]
 
 
@@ -88,8 +92,8 @@ def load_trace(path: str | Path | None = None) -> list[Conversation]:
 
     `.csv` with `COLUMNS`, or with `CHAT_COLUMNS` (times between requests of a chat service, which are linked to
     conversations by their times); `.jsonl` with one turn a line, an object with `COLUMNS`. Each may be gzipped (`.gz`).
-    Rows of a conversation must be together and in order. Raises TraceError for a missing or unreadable file, missing
-    columns, and values that are no usable numbers.
+    `conv` is a number or a name; all else are numbers. Rows of a conversation must be together and in order. Raises
+    TraceError for a missing or unreadable file, missing columns, and values that are no usable numbers.
     """
     if path is None:
         source = resources.files("kvtune_bench").joinpath("data", SAMPLE)
@@ -108,7 +112,7 @@ def _load(path: Path) -> list[Conversation]:
                 return parse(path, stream)
         with path.open(encoding="utf-8", newline="") as stream:
             return parse(path, stream)
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{path}: cannot be read ({error}); is it a gzip file or plain text?") from error
 
 
@@ -122,11 +126,17 @@ def _parse_lines(path: Path, lines: Iterable[str]) -> list[Conversation]:
                 row = json.loads(line)
             except ValueError as error:
                 raise TraceError(f"{where}: not JSON ({error}); one object a line is expected") from None
+            except RecursionError:
+                raise TraceError(f"{where}: nested too deeply; one object a line is expected") from None
             if not isinstance(row, dict):
                 raise TraceError(f"{where}: not an object; expected one with {', '.join(COLUMNS)}")
             missing = [name for name in COLUMNS if name not in row]
             if missing:
                 raise TraceError(f"{where}: {', '.join(missing)} missing; a turn has {', '.join(COLUMNS)}")
+            for name in COLUMNS:
+                if row[name] is not None and (isinstance(row[name], bool) or not isinstance(row[name], _VALUES)):
+                    allowed = "a number or a string" if name == "conv" else "a number"
+                    raise TraceError(f"{where}: {name} is {json.dumps(row[name])[:60]}, expected {allowed}")
             yield where, ["" if row[name] is None else str(row[name]) for name in COLUMNS]
 
     return _conversations(path, rows())
@@ -160,11 +170,11 @@ def _parse_table(path: Path, lines: Iterable[str]) -> list[Conversation]:
 
 
 def _conversations(path: Path, rows: Iterable[tuple[str, list[str]]]) -> list[Conversation]:
-    found: dict[int, list[TraceTurn]] = {}
-    current: int | None = None
+    found: dict[str, list[TraceTurn]] = {}
+    current: str | None = None
     expected_turn = -1
     for where, (conv, turn, prompt, output, gap, reusable) in rows:
-        conversation = _whole(conv, "conv", where)
+        conversation = _label(conv, where)
         number = _whole(turn, "turn", where)
         if conversation != current:
             if conversation in found:
@@ -190,7 +200,32 @@ def _conversations(path: Path, rows: Iterable[tuple[str, list[str]]]) -> list[Co
     if not found:
         raise TraceError(f"{path}: it has no turns")
     _closed(found, current, str(path))
-    return [Conversation(conversation, tuple(turns)) for conversation, turns in found.items()]
+    try:
+        ids = [int(label) for label in found]
+    except ValueError:
+        ids = list(range(len(found)))
+    return [Conversation(which, tuple(turns)) for which, turns in zip(ids, found.values(), strict=True)]
+
+
+def _label(text: str, where: str) -> str:
+    """What a conversation is called; whole numbers in one way of writing."""
+    label = text.strip()
+    if not label:
+        raise TraceError(f"{where}: conv is empty; name the conversation, with a number or a string")
+    for read in (int, _of_float):
+        try:
+            return str(read(label))
+        except (ValueError, OverflowError):
+            continue
+    return label
+
+
+def _of_float(text: str) -> int:
+    """`7.0` as 7. Raises ValueError or OverflowError for what is no whole number."""
+    value = float(text)
+    if value != int(value):
+        raise ValueError(text)
+    return int(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +297,7 @@ def _linked(path: Path, rows: Iterable[tuple[str, list[str]]]) -> list[Conversat
     return conversations
 
 
-def _closed(found: dict[int, list[TraceTurn]], conversation: int | None, where: str) -> None:
+def _closed(found: dict[str, list[TraceTurn]], conversation: str | None, where: str) -> None:
     """A trace cut off inside a conversation would make its last pause look like one that ended."""
     if conversation is not None and found[conversation][-1].gap_s is not None:
         raise TraceError(

@@ -8,8 +8,11 @@ from typing import Annotated
 
 import typer
 
+from kvtune_cli.panels import Commands, Panels, open_streams
+
 app = typer.Typer(
     name="kvtune",
+    cls=Commands,
     help="See, trust and tune KV-cache reuse in prefill/decode disaggregated vLLM.",
     no_args_is_help=True,
     add_completion=True,
@@ -34,8 +37,7 @@ def _main(
 
 
 def _register() -> None:
-    from kvtune_cli import bench, demo, metrics, record, router, simulate, suggest
-    from kvtune_cli.panels import Panels
+    from kvtune_cli import bench, check, dashboards, demo, metrics, push, record, router, rules, simulate, suggest
 
     app.command("demo")(demo.demo)
     app.command("suggest", cls=Panels)(suggest.suggest)
@@ -43,9 +45,19 @@ def _register() -> None:
     app.command("record", cls=Panels)(record.record)
     app.command("router")(router.router)
     app.command("metrics")(metrics.metrics)
+    app.command("check", cls=Panels)(check.check)
     benchmarks = typer.Typer(help="Simulated engines and measurements.", no_args_is_help=True, rich_markup_mode=None)
     benchmarks.command("engine")(bench.engine)
     app.add_typer(benchmarks, name="bench")
+    boards = typer.Typer(help="Grafana dashboards.", no_args_is_help=True, rich_markup_mode=None)
+    boards.command("render")(dashboards.render)
+    boards.command("check")(dashboards.check)
+    boards.command("push", cls=Panels)(push.push)
+    app.add_typer(boards, name="dashboards")
+    alerting = typer.Typer(help="Prometheus rules and alerts.", no_args_is_help=True, rich_markup_mode=None)
+    alerting.command("render")(rules.render)
+    alerting.command("check")(rules.check)
+    app.add_typer(alerting, name="rules")
 
 
 def run() -> None:
@@ -54,13 +66,10 @@ def run() -> None:
         # Kubernetes sets this for a Service of that name; it is an address, not our setting.
         if os.environ.get(name, "").startswith("tcp://"):
             del os.environ[name]
+    open_streams()
     try:
         _register()
         app()
     except KeyboardInterrupt:
         print("kvtune: interrupted", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader of a pipe went away: nothing to say, and nobody to say it to.
-        sys.stderr.close()
-        sys.exit(0)

@@ -8,6 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+LARGEST = 1e12
+"""Numbers that are asked for are below this."""
+
 
 def _numbers(text: str, option: str, kind: type = float, least: float = 0.0) -> tuple[Any, ...]:
     from kvtune_cli.errors import fail
@@ -17,9 +20,10 @@ def _numbers(text: str, option: str, kind: type = float, least: float = 0.0) -> 
         try:
             value = kind(part.strip())
         except ValueError:
-            fail(f"{option}: {part.strip()!r} is not a number; write e.g. {option} 60,120,480", code=2)
-        if not least <= value < 1e12:
-            fail(f"{option}: {part.strip()} is out of range (at least {least:g})", code=2)
+            what = "whole number" if kind is int else "number"
+            fail(f"{option}: {part.strip()!r} is not a {what}; write e.g. {option} 60,120,480", code=2)
+        if not least <= value < LARGEST:
+            fail(f"{option}: {part.strip()} is out of range (at least {least:g}, below {LARGEST:g})", code=2)
         found.append(value)
     return tuple(dict.fromkeys(found))
 
@@ -81,13 +85,15 @@ def simulate(
     from kvtune_bench.replay.run import POLICIES, Request, simulate, to_json
     from kvtune_bench.traces import TraceError
     from kvtune_cli.errors import fail
-    from kvtune_tuning.errors import TuningError
+    from kvtune_tuning.errors import TuningError, UsageError
     from kvtune_tuning.run import seconds
 
     if output not in ("table", "json"):
         fail(f"--format: unknown format {output!r}; choose table or json", code=2)
     if trace is not None and trace_option is not None:
         fail("the trace is given twice", code=2)
+    _numbers(repr(current_ttl), "--current-ttl")
+    _numbers(repr(noise), "--noise")
     compared: tuple[str, ...] = POLICIES
     if snapshot is not None or policy == "none":
         compared = ()
@@ -110,12 +116,16 @@ def simulate(
         if charts is not None:
             from kvtune_bench.replay.charts import draw
 
-            for path in draw(document, charts):
-                typer.echo(f"wrote {path}", err=True)
-    except (ReplayError, CalibrationError, TraceError) as error:
-        fail(str(error), code=2)
+            for path, world in draw(document, charts).items():
+                typer.echo(f"wrote {path} ({world})", err=True)
+    except TraceError as error:
+        fail(str(error), code=2, kind="bad_trace")
+    except CalibrationError as error:
+        fail(str(error), code=2, kind="bad_model")
+    except ReplayError as error:
+        fail(str(error), code=2, kind="bad_replay")
     except TuningError as error:
-        fail(f"{error.message}. {error.hint or ''}".strip(), code=1)
+        fail(error.message, code=2 if isinstance(error, UsageError) else 1, kind=error.code, hint=error.hint or "")
     if output == "json":
         typer.echo(to_json(document))
     else:

@@ -49,6 +49,7 @@ class ConnectorSettings:
             "expiry_margin_seconds": EXPIRY_MARGIN_S,
             "bidirectional_kv_xfer": float(self.bidirectional),
             "max_retain_seconds": self.longest_retain_s,
+            "require_fingerprint": float(self.require_fingerprint),
         }
         return shown if pool_tokens is None else {**shown, "kv_pool_tokens": float(pool_tokens)}
 

@@ -68,6 +68,7 @@ class Router:
         self.recorder.set_setting("holdout_ratio", config.holdout)
         self.recorder.set_setting("explore_ratio", config.explore)
         self.recorder.set_setting("retain_seconds", config.retain or 0.0)
+        self.recorder.set_setting("accept_unverified", float(config.accept_unverified))
         self.fleet = Fleet(config.prefill, config.decode, self.recorder.record)
         key = config.identity_key
         self.identifier = Identifier(key.encode() if key else secrets.token_bytes(32))

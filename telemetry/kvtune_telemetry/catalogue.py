@@ -28,7 +28,7 @@ from kvtune_telemetry.vocabulary import (
 )
 
 Kind = Literal["counter", "gauge", "histogram", "weighted_histogram", "info"]
-Emitter = Literal["router", "connector"]
+Emitter = Literal["router", "connector", "suggest"]
 
 CONNECTOR_LABELS = ("model_name", "engine", "role")
 """Every series of the connector carries these, the first two as vLLM's own do."""
@@ -127,6 +127,8 @@ _END = _of("end", End)
 _PATH = _of("path", Path)
 _ENGINE = Label("engine")
 _ROLE = _of("role", Role)
+_ADVISED = Label("setting", ("decoder_kv_blocks_ttl", "kv_recompute_threshold"))
+_STATUS = Label("status", ("change", "keep", "off", "insufficient", "unidentifiable"))
 
 
 def _router() -> Iterator[Metric]:
@@ -257,12 +259,20 @@ def _router() -> Iterator[Metric]:
         "kvtune_router_setting", "gauge", "1",
         "Settings in force: default_ttl_seconds (assumed where D does not say), margin_seconds (kept before expiry, "
         "hand-over included), "
-        "holdout_ratio, explore_ratio, retain_seconds (asked of D for each turn; 0: what D is set to).",
+        "holdout_ratio, explore_ratio, retain_seconds (asked of D for each turn; 0: what D is set to), "
+        "accept_unverified (1: references that nothing proves are handed over).",
         "router",
         (
             Label(
                 "setting",
-                ("default_ttl_seconds", "margin_seconds", "holdout_ratio", "explore_ratio", "retain_seconds"),
+                (
+                    "default_ttl_seconds",
+                    "margin_seconds",
+                    "holdout_ratio",
+                    "explore_ratio",
+                    "retain_seconds",
+                    "accept_unverified",
+                ),
             ),
         ),
     )  # fmt: skip
@@ -386,7 +396,8 @@ def _connector() -> Iterator[Metric]:
         "kvtune_connector_setting", "gauge", "1",
         "Settings in force: decoder_kv_blocks_ttl (s), kv_recompute_threshold (tokens), "
         "expiry_margin_seconds (kept by the reader), bidirectional_kv_xfer (0 or 1), kv_pool_tokens, "
-        "max_retain_seconds (the longest retention a router may ask for).",
+        "max_retain_seconds (the longest retention a router may ask for), "
+        "require_fingerprint (1: references that nothing proves are refused).",
         "connector",
         (
             Label(
@@ -398,6 +409,7 @@ def _connector() -> Iterator[Metric]:
                     "bidirectional_kv_xfer",
                     "kv_pool_tokens",
                     "max_retain_seconds",
+                    "require_fingerprint",
                 ),
             ),
         ),
@@ -408,7 +420,45 @@ def _connector() -> Iterator[Metric]:
     )  # fmt: skip
 
 
-CATALOGUE: tuple[Metric, ...] = (*_router(), *_connector())
+def _suggest() -> Iterator[Metric]:
+    yield Metric(
+        "kvtune_suggest_recommended", "gauge", "1",
+        "Value advised: decoder_kv_blocks_ttl (s), kv_recompute_threshold (tokens). Absent where no value is advised.",
+        "suggest", (_ADVISED,),
+    )  # fmt: skip
+    yield Metric(
+        "kvtune_suggest_current", "gauge", "1",
+        "Value in force when the advice was made. Absent where it could not be read.", "suggest", (_ADVISED,),
+    )  # fmt: skip
+    yield Metric(
+        "kvtune_suggest_interval_low", "gauge", "1",
+        "Lower end of the interval around the advised value. Absent where there is none.", "suggest", (_ADVISED,),
+    )  # fmt: skip
+    yield Metric(
+        "kvtune_suggest_interval_high", "gauge", "1",
+        "Upper end of the interval around the advised value. Absent where there is none.", "suggest", (_ADVISED,),
+    )  # fmt: skip
+    yield Metric(
+        "kvtune_suggest_status", "gauge", "1",
+        "1 for the status of the advice, 0 for the others: change, keep, off (do not retain), insufficient (too little "
+        "to read), unidentifiable (more of the same would not tell). All 0 where the last attempt failed.",
+        "suggest", (_ADVISED, _STATUS),
+    )  # fmt: skip
+    yield Metric(
+        "kvtune_suggest_timestamp_seconds", "gauge", "seconds",
+        "Unix time of the last attempt to advise, failed ones included.", "suggest",
+    )  # fmt: skip
+    yield Metric(
+        "kvtune_suggest_last_success_timestamp_seconds", "gauge", "seconds",
+        "Unix time of the last attempt that did not fail. Absent where this process had none.", "suggest",
+    )  # fmt: skip
+    yield Metric(
+        "kvtune_suggest_up", "gauge", "1",
+        "1 where the last attempt could read its source, too little data included; 0 where it failed.", "suggest",
+    )  # fmt: skip
+
+
+CATALOGUE: tuple[Metric, ...] = (*_router(), *_connector(), *_suggest())
 """Every metric, in the order the documents print it."""
 
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from kvtune_tuning.errors import UsageError
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import httpx
 
 _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+)[ \t]*:[ \t]*([\x20-\x7e\t]*)")
+_AUTHORITY = re.compile(r"^[^/?#]*://")
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _OPERATOR = re.compile(r"=~|!~|!=|=")
 _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|' + r"'(?:[^'\\\n]|\\.)*'|`[^`]*`")
@@ -51,7 +52,7 @@ class Access:
         """Arguments of an httpx client for `urls`. Raises UsageError where options cannot be read or contradict."""
         headers = dict(_header(text) for text in self.headers)
         named = any(name.lower() == "authorization" for name in headers)
-        in_url = any("@" in urlsplit(url if "://" in url else f"//{url}").netloc for url in urls)
+        in_url = any("@" in _AUTHORITY.sub("", url, count=1).partition("/")[0] for url in urls)
         ways = [
             way
             for way, used in (
@@ -110,6 +111,33 @@ class Access:
             "Log in with --bearer-token-file FILE, --header 'Authorization: ...', user:password@ in the address or "
             "--client-cert; a tenant is named with --header 'X-Scope-OrgID: TENANT'."
         )
+
+
+def without_secrets(url: str) -> str:
+    """The address without `user:password@`, for messages and documents."""
+    return re.sub(r"(^|//)[^/?#\s]*@", r"\1", url)
+
+
+def split_address(url: str, example: str) -> SplitResult:
+    """The parts of an http(s) address; `host:port` is one too. Raises UsageError for what no request can be sent to."""
+    import httpx
+
+    full = url if "://" in url else f"http://{url}"
+    why = ""
+    try:
+        parts = urlsplit(full)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or True)
+        if good and parts.hostname:
+            # Names that cannot be looked up: empty or too long labels, and punycode that is none.
+            httpx.URL(full).host.encode("idna")
+            parts.hostname.encode("idna")
+    except UnicodeError:
+        good, why = False, " (no host can have this name)"
+    except (ValueError, httpx.InvalidURL):
+        good = False
+    if not good:
+        raise UsageError("bad_url", f"not an http(s) address{why}: {without_secrets(url)!r}", f"Give e.g. {example}")
+    return parts
 
 
 def connection_hint(said: str, otherwise: str) -> str:

@@ -11,10 +11,10 @@ from functools import lru_cache
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtune_tuning.errors import TuningError
-from kvtune_tuning.names import NEEDED
+from kvtune_tuning.names import NEEDED, exposed_name
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
-_KNOWN = re.compile(r"^[ \t]*(?:kvtune_|vllm:)", re.MULTILINE)
+_KNOWN = re.compile(r"^[ \t]*(?:kvtune_|vllm[:_])", re.MULTILINE)
 KNOWN_HINT = "Give the router's metrics port (http://router:9400/metrics) or an engine's /metrics."
 _EXEMPLAR = re.compile(r"\s#\s*\{.*$")
 _SAMPLE = re.compile(r"^(?P<key>[a-zA-Z_:][a-zA-Z0-9_:]*\s*(?:\{.*\})?)\s*(?<=[\s}])(?P<value>\S+)(?:\s+\S+)?$")
@@ -40,10 +40,13 @@ class Parsed:
 def parse(text: str, where: str, needed: Collection[str] = NEEDED) -> Parsed:
     """Parse one exposition, classic or OpenMetrics text. `where` names it in errors.
 
+    `vllm_x`, as prometheus_client writes it in OpenMetrics, is `vllm:x`.
+
     Lines of series that are not needed are skipped unread: vLLM exposes thousands. Raises TuningError
     (`not_an_exposition`) where a needed line is malformed, or where nothing in the text looks like a sample.
     """
     samples: list[Sample] = []
+    respelt: list[Sample] = []
     not_finite = 0
     alien: int | None = None
     for number, raw in enumerate(text.splitlines(), 1):
@@ -51,8 +54,9 @@ def parse(text: str, where: str, needed: Collection[str] = NEEDED) -> Parsed:
         if not line or line.startswith("#"):
             continue
         name = _NAME.match(line)
-        if name is None or name.group() not in needed:
-            if alien is None and not samples and not _SAMPLE.match(_EXEMPLAR.sub("", line)):
+        meant = None if name is None else _meant(name.group(), needed)
+        if meant is None:
+            if alien is None and not (samples or respelt) and not _SAMPLE.match(_EXEMPLAR.sub("", line)):
                 alien = number
             continue
         # An exemplar's syntax belongs to OpenMetrics; its content is of no use here.
@@ -65,12 +69,24 @@ def parse(text: str, where: str, needed: Collection[str] = NEEDED) -> Parsed:
         except ValueError as error:
             raise _malformed(where, number, str(error)) from None
         if math.isfinite(value):
-            samples.append(Sample(name.group(), labels, value))
+            (samples if line.startswith(meant) else respelt).append(Sample(meant, labels, value))
         else:
             not_finite += 1
-    if alien is not None and not samples:
+    if alien is not None and not (samples or respelt):
         raise _malformed(where, alien, "not a sample")
+    if respelt:
+        # Where both spellings are there they are one series.
+        there = {(one.name, one.labels) for one in samples}
+        samples += [one for one in respelt if (one.name, one.labels) not in there]
     return Parsed(tuple(samples), not_finite)
+
+
+def _meant(name: str, needed: Collection[str]) -> str | None:
+    """Which of the needed names this is, in either spelling of vLLM's; None for any other."""
+    if name in needed:
+        return name
+    meant = exposed_name(name)
+    return meant if meant in needed else None
 
 
 def check_known(text: str, where: str, *, thoroughly: bool = True) -> None:

@@ -13,6 +13,8 @@ from kvtune_tuning.series import SeriesSet
 if TYPE_CHECKING:
     import pandas as pd
 
+LATEST_S = 9_000_000_000.0
+"""No sample is later (Unix s, in the year 2255): tables and dates end soon after, and no clock is so far off."""
 COLUMNS = ("time", "target", "series", "value", "increase")
 """`time`: UTC; `value`: as scraped; `increase`: since the sample before, counter resets taken out. Labels follow."""
 

@@ -35,16 +35,12 @@ class Survival:
     def at(self, times: Floats) -> Floats:
         """S at `times` (s); negative times give 1."""
         t = np.clip(np.asarray(times, dtype=np.float64), 0.0, self.edges[-1])
-        j = np.clip(np.searchsorted(self.edges, t, side="right") - 1, 0, max(0, len(self.edges) - 2))
-        if len(self.edges) == 1:
-            return np.ones_like(t)
-        a, b = self.edges[j], self.edges[j + 1]
-        high, low = self.values[j], self.values[j + 1]
-        share = (t - a) / (b - a)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            geometric = high * np.exp(share * np.log(np.where(high > 0, low / high, 1.0)))
+        some = self.values > 0
+        logs = np.log(self.values[some])
         # log-linear has no finite rate to zero; a bucket that takes all the rest is crossed linearly
-        return np.asarray(np.where(low > 0, geometric, high + share * (low - high)), dtype=np.float64)
+        last = self.edges[some][-1]
+        geometric = np.exp(np.interp(t, self.edges[some], logs))
+        return np.where(t > last, np.interp(t, self.edges, self.values), geometric)
 
     def integral(self, times: Floats) -> Floats:
         """The integral of S from 0 to each of `times`: the mean of min(gap, t), in seconds."""

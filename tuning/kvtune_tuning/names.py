@@ -60,4 +60,31 @@ VLLM = (
 )
 """vLLM's own, as of 0.32; `kv_cache_usage_perc` is a fraction, not per cent. NIXL's count once a rank."""
 
+BESIDE_KVTUNE = (
+    "vllm:kv_cache_usage_perc",
+    "vllm:num_requests_waiting",
+    "vllm:num_preemptions_total",
+    "vllm:cache_config_info",
+    "vllm:request_success_total",
+)
+"""Those of vLLM that are read where kvtune's own are there; the others only stand in for them."""
+
 NEEDED: frozenset[str] = frozenset(CATALOGUED + VLLM)
+
+STORED_AS = {name: name.replace(":", "_") for name in VLLM}
+"""What a Prometheus server may hold vLLM's names as.
+
+prometheus_client from 0.22 on writes `_` for the colon in OpenMetrics, unless the scraper accepts
+`escaping=allow-utf-8`; Prometheus 2 does not.
+"""
+_EXPOSED_AS = {stored: name for name, stored in STORED_AS.items()}
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    """A name and what else a server may hold it as."""
+    return (name, STORED_AS[name]) if name in STORED_AS else (name,)
+
+
+def exposed_name(name: str) -> str:
+    """The name as vLLM means it, of either spelling; any other name is its own."""
+    return _EXPOSED_AS.get(name, name)

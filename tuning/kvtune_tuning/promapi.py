@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import re
+import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,8 +15,9 @@ from urllib.parse import parse_qs, unquote, urljoin, urlsplit
 
 import orjson
 
-from kvtune_tuning.access import Access, connection_hint
-from kvtune_tuning.errors import TuningError, UsageError
+from kvtune_tuning.access import Access, connection_hint, split_address
+from kvtune_tuning.errors import TuningError
+from kvtune_tuning.frames import LATEST_S
 
 if TYPE_CHECKING:
     import httpx
@@ -34,6 +38,9 @@ MAX_REDIRECTS = 3
 _TOO_LARGE = re.compile(
     r"too many|exceed|maximum resolution|larger than|too large|limit|timed out|timeout|-search\.max", re.IGNORECASE
 )
+
+
+_SECONDS = re.compile(r"[0-9]+")
 
 
 class TooLarge(TuningError):
@@ -65,21 +72,15 @@ class PrometheusApi:
     _method: str = "POST"
     _waited_s: float = 0.0
     _timeouts: int = 0
+    _streams: list[Any] = field(default_factory=list)
+    """Open connections, which are used again."""
     _answered: bool = False
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
-        try:
-            good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or True)
-        except ValueError:
-            good = False
+        parts = split_address(self.url, "--prometheus http://host:9090")
         host = parts.netloc.rpartition("@")[2]
         path = parts.path.rstrip("/").removesuffix("/api/v1").rstrip("/")
         self.shown = f"{parts.scheme}://{host}{path}"
-        if not good:
-            raise UsageError(
-                "bad_url", f"not an http(s) address: {self.shown!r}", "Give e.g. --prometheus http://host:9090"
-            )
         self._base = self.shown
         self._login = (unquote(parts.username), unquote(parts.password or "")) if parts.username else None
         self._more = parse_qs(parts.query, keep_blank_values=True)
@@ -95,6 +96,14 @@ class PrometheusApi:
         form["nocache"] = "1"
         return self._ask("query_range", form)
 
+    def rules(self) -> Any:
+        """`data` of the rules that the server evaluates itself. Raises TuningError where it has no such API."""
+        method, self._method = self._method, "GET"
+        try:
+            return self._ask("rules", {"query": ""})
+        finally:
+            self._method = method
+
     def _ask(self, path: str, form: dict[str, str]) -> Any:
         import httpx
 
@@ -105,7 +114,7 @@ class PrometheusApi:
                 raise self._unreachable(error) from None
             except httpx.TimeoutException as error:
                 raise self._too_slow(f"no answer in time ({str(error) or type(error).__name__})") from None
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
+            except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
                 # One that has answered before may be back in a moment.
                 if not self._answered or not self._pause(attempt, None):
                     raise self._unreachable(error) from None
@@ -126,19 +135,23 @@ class PrometheusApi:
             if self._login is not None:
                 how["auth"] = self._login
             self.requests += 1
-            with self.client.stream(self._method, where, follow_redirects=False, **how) as answer:
-                stated = email.utils.parsedate_tz(answer.headers.get("date", ""))
-                if stated is not None:
-                    self.date_s = float(email.utils.mktime_tz(stated))
+            with (
+                _Deadline(self.access.timeout_s or TIMEOUT_S, self._streams) as deadline,
+                self.client.stream(
+                    self._method, where, follow_redirects=False, extensions={"trace": deadline.trace}, **how
+                ) as answer,
+            ):
+                self.date_s = _http_date(answer.headers.get("date", "")) or self.date_s
                 if answer.status_code == 405 and self._method == "POST":
                     self._method = "GET"
                     continue
-                if answer.is_redirect:
+                if answer.has_redirect_location:
                     where = self._followed(where, answer.headers["location"], path)
                     continue
                 content = bytearray()
                 for part in answer.iter_bytes():
                     content += part
+                    deadline.check()
                     if len(content) > MAX_ANSWER_BYTES:
                         raise TooLarge(
                             "answer_too_large",
@@ -150,7 +163,14 @@ class PrometheusApi:
 
     def _followed(self, where: str, location: str, path: str) -> str:
         """Where a redirect leads, if that is the same API on the same host; elsewhere no secret is sent."""
-        target = urlsplit(urljoin(where, location))
+        try:
+            target = urlsplit(urljoin(where, location))
+        except ValueError:
+            raise TuningError(
+                "redirected",
+                f"{self.shown}: redirects to what is no address",
+                "Give the address of the API itself.",
+            ) from None
         before = urlsplit(where)
         same = target.hostname == before.hostname and (target.scheme, before.scheme) != ("http", "https")
         ending = f"/api/v1/{path}"
@@ -168,11 +188,11 @@ class PrometheusApi:
         """Wait before the next attempt; False where there is none left."""
         wait = 0.5 * 2**attempt
         if retry_after:
-            date = email.utils.parsedate_tz(retry_after)
-            if retry_after.strip().isdigit():
+            date = _http_date(retry_after)
+            if _SECONDS.fullmatch(retry_after.strip()):
                 wait = max(wait, float(retry_after))
             elif date is not None:
-                wait = max(wait, email.utils.mktime_tz(date) - (self.date_s or time.time()))
+                wait = max(wait, date - (self.date_s or time.time()))
         if attempt + 1 >= TRIES or self._waited_s + wait > LONGEST_WAIT_S:
             return False
         self._waited_s += wait
@@ -211,7 +231,7 @@ class PrometheusApi:
                 f"{self.shown}: the answer is not Prometheus' JSON{page}",
                 "Check that the address is a Prometheus server's, with its path prefix, and log in if it asks to.",
             )
-        for warning in (*(body.get("warnings") or ()), *(body.get("infos") or ())):
+        for warning in (*_texts(body.get("warnings")), *_texts(body.get("infos"))):
             self.note(f"Prometheus: {warning}")
         if body.get("isPartial"):
             self.note("Prometheus: the answer is partial, some of its storage could not be read; increments may miss")
@@ -219,7 +239,7 @@ class PrometheusApi:
 
     def _bad_status(self, status: int, headers: httpx.Headers) -> TuningError:
         if status in BUSY:
-            after = f", to be asked again after {headers['retry-after']}" if "retry-after" in headers else ""
+            after = f", to be asked again after {headers['retry-after'][:40]}" if "retry-after" in headers else ""
             return TuningError(
                 "busy", f"{self.shown}: HTTP {status}{after}, also when asked again", "Try later or a shorter --window."
             )
@@ -249,6 +269,74 @@ class PrometheusApi:
         """Something the reader of the advice should know; the same is said once."""
         if text not in self.notes:
             self.notes.append(text)
+
+
+class _Deadline:
+    """So many wall seconds for one exchange, however its answer drips: httpx' own timeouts are for each read alone.
+
+    Used as a context around the exchange; `trace` is its httpx extension and keeps `streams` up to date. What was too
+    late raises `httpx.ReadTimeout`.
+    """
+
+    def __init__(self, seconds: float, streams: list[Any]) -> None:
+        self.late = False
+        self._seconds = seconds
+        self._timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._end)
+        self._timer.daemon = True
+        self._streams = streams
+
+    def trace(self, event: str, info: dict[str, Any]) -> None:
+        """Remember the connection that a request takes; called by httpx."""
+        if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
+            self._streams[:] = [one for one in self._streams if _is_open(one)]
+            self._streams.append(info["return_value"])
+            if self.late:
+                self._end()
+
+    def check(self) -> None:
+        """Raise where the time is over."""
+        if self.late:
+            import httpx
+
+            raise httpx.ReadTimeout(f"no whole answer within {self._seconds:g} s")
+
+    def _end(self) -> None:
+        self.late = True
+        for stream in self._streams:
+            taken = stream.get_extra_info("socket")
+            with contextlib.suppress(OSError, AttributeError, ValueError):
+                # The plain one's, which leaves the state of TLS alone: whoever reads meanwhile sees the end.
+                socket.socket.shutdown(taken, socket.SHUT_RDWR)
+
+    def __enter__(self) -> _Deadline:
+        self._timer.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._timer.cancel()
+        if kind is None or issubclass(kind, Exception):
+            self.check()
+
+
+def _is_open(stream: Any) -> bool:
+    taken = stream.get_extra_info("socket")
+    return taken is not None and taken.fileno() >= 0
+
+
+def _http_date(text: str) -> float | None:
+    """Unix s of an HTTP date; None for what is none, or of no clock."""
+    with contextlib.suppress(ValueError, OverflowError, TypeError, IndexError):
+        stated = email.utils.parsedate_tz(text)
+        if stated is not None and 0 < (at := float(email.utils.mktime_tz(stated))) < LATEST_S:
+            return at
+    return None
+
+
+def _texts(said: Any) -> list[str]:
+    """Warnings of an answer: a list of texts, or what a server made of it."""
+    if isinstance(said, str):
+        return [said]
+    return [str(one) for one in said] if isinstance(said, list) else []
 
 
 def _error_of(content: bytes) -> str:

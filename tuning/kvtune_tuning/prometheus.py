@@ -28,7 +28,8 @@ import numpy as np
 
 from kvtune_tuning.access import Access, check_matcher
 from kvtune_tuning.errors import TuningError
-from kvtune_tuning.names import NEEDED
+from kvtune_tuning.frames import LATEST_S
+from kvtune_tuning.names import NEEDED, exposed_name, spellings
 from kvtune_tuning.promapi import TIMEOUT_S, PrometheusApi, Refused, TooLarge
 from kvtune_tuning.replicas import Found, Sorted, Target, as_exposed, sort_targets
 from kvtune_tuning.series import COUNTER_SUFFIXES, Floats, Labels, Series, SeriesSet, from_birth, in_order
@@ -60,11 +61,22 @@ COUNT_STEPS = 24
 """Points of the window at which series are counted to plan with."""
 SKEW_S = 30.0
 """A clock that is off by less is not worth a word."""
-STAMPED = ("kvtune_connector_setting", "kvtune_router_setting", "vllm:num_requests_waiting")
+STAMPED = ("kvtune_connector_setting", "kvtune_router_setting", *spellings("vllm:num_requests_waiting"))
 """Small families that every router and engine exposes: their samples tell when the target was really scraped."""
 STARTED = "process_start_time_seconds"
 INSTANCES_PER_QUERY = 100
 MAX_NOTES = 12
+EDGE_S = 5.0
+"""How exactly it is found out when data began and ended."""
+MARGIN_S = 600.0
+"""What is read before the first sample: processes start before they are scraped."""
+EARLIER_S = 86_400.0
+"""Where a window holds nothing, the newest sample is looked for in so long before its end."""
+STALE_SCRAPES = 3
+"""A newest sample that is older than so many scrapes, and `STALE_S`, is worth a word."""
+STALE_S = 120.0
+COVERED = 0.9
+"""Data that covers less of the window is worth a word."""
 NOT_A_COUNTER = 0.2
 """Share of samples below the one before, by less than half, that no restarting process shows."""
 
@@ -75,6 +87,16 @@ Job = tuple[tuple[str, ...], int, int]
 """Names, first point of the grid, number of points."""
 Stretch = tuple[float, float]
 """Begin and end, Unix s."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """Of which names there is data, and at which points of the counting, `step` s apart: first and last (Unix s)."""
+
+    names: tuple[str, ...]
+    first: float
+    last: float
+    step: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +153,8 @@ def query_prometheus(
             use.headers.update(options["headers"])
             use.auth = options["auth"]
         api = PrometheusApi(url, use, access, sleep)
-        return _Reader(api, added, tuple(sorted(names)), max_points, max_total, wall, progress).read(
+        asked = tuple(sorted(spelt for name in names for spelt in spellings(name)))
+        return _Reader(api, added, asked, max_points, max_total, wall, progress).read(
             window_s, end_unix_s, step_s, replica_labels
         )
 
@@ -141,6 +164,7 @@ class _Reader:
     api: PrometheusApi
     matchers: tuple[str, ...]
     names: tuple[str, ...]
+    """As a server may hold them: both spellings of vLLM's."""
     max_points: int
     max_total: int
     wall: Callable[[], float]
@@ -148,6 +172,7 @@ class _Reader:
     per_answer: int = POINTS_PER_ANSWER
     points: int = 0
     not_finite: int = 0
+    shown: _Shown | None = None
     histograms: set[str] = field(default_factory=set)
     asked: dict[str, list[int]] = field(default_factory=dict)
     """Requests and points of each query."""
@@ -155,10 +180,13 @@ class _Reader:
     def read(
         self, window_s: float, end_unix_s: float | None, step_s: float | None, replica_labels: Sequence[str]
     ) -> tuple[SeriesSet, list[str]]:
-        end = end_unix_s if end_unix_s is not None else self._now()
-        counts = self._counts(end, window_s)
-        interval = self._interval(end)
-        grid = self._grid(end, window_s, step_s, interval, counts)
+        asked_end = end_unix_s if end_unix_s is not None else self._now()
+        counts = self._counts(asked_end, window_s)
+        interval, newest = self._interval(asked_end)
+        begin, end = self._covered(asked_end - window_s, asked_end, newest)
+        if interval is None and end < asked_end:
+            interval, _ = self._interval(end)
+        grid = self._grid(end, end - begin, step_s, interval, counts)
         coarse = grid.step > 2 * (interval or LOOKBACK_S / 2)
         over = f"[{_duration(grid.step)}]" if coarse else ""
         names = [name for name in self.names if counts is None or counts.get(name)]
@@ -172,15 +200,17 @@ class _Reader:
             found = {key: points for key, points in found.items() if points[0][-1] > grid.start}
         found = self._checked(found)
         if not found:
-            raise self._no_series(window_s)
+            raise self._no_series(asked_end, window_s)
         scrape = interval or USUAL_SCRAPE_S
         stamps = {} if coarse else self._stamps([name for name in names if name in STAMPED], grid)
         done = sort_targets(
             found, stamps, replica_labels,
             lag_points=min(30, 1 + math.ceil(scrape / grid.step)), fresh_s=2 * scrape + grid.step,
         )  # fmt: skip
+        if not done.targets:
+            raise self._no_series(asked_end, window_s)
         began = self._began(done, grid)
-        raw = self._around_restarts(done, began, grid, scrape, coarse)
+        raw = self._around_restarts(done, names, began, grid, scrape, coarse)
         series: list[Series] = []
         scrapes: dict[str, Floats] = {}
         for target in done.targets:
@@ -195,7 +225,7 @@ class _Reader:
                 + (f", and targets are scraped each {interval:g} s" if interval else ""),
                 f"Give a longer --window, {_duration(max(600.0, 20 * scrape))} at least.",
             )
-        notes = (*done.notes, *self.api.notes)
+        notes = (*_coverage(series, asked_end, window_s, scrape), *done.notes, *self.api.notes)
         if len(notes) > MAX_NOTES:
             notes = (*notes[:MAX_NOTES], f"and {len(notes) - MAX_NOTES} notes more")
         return SeriesSet(tuple(series), scrapes, self.not_finite, notes), self._explained(grid)
@@ -213,8 +243,9 @@ class _Reader:
         """The server's time, or this machine's where it does not tell."""
         here = self.wall()
         there: float | None = None
-        with contextlib.suppress(Refused, TooLarge, KeyError, TypeError, ValueError, IndexError):
-            there = float(self._instant("time()", None)["result"][0])
+        with contextlib.suppress(Refused, TooLarge, KeyError, TypeError, ValueError, IndexError, OverflowError):
+            said = float(self._instant("time()", None)["result"][0])
+            there = said if 0 < said < LATEST_S else None
         there = there or self.api.date_s
         if there is None:
             return here
@@ -251,37 +282,88 @@ class _Reader:
         over = _duration(max(step, LOOKBACK_S))
         query = f"count by (__name__) (last_over_time({self._selector(self.names)}[{over}]))"
         counts: dict[str, int] = {}
+        shown: list[tuple[str, Floats]] = []
         try:
             data = self.api.over_range(query, round(end - COUNT_STEPS * step, 3), round(end, 3), step)
-            for labels, _, values, _ in _rows(data):
+            for labels, times, values, _ in _rows(data):
                 if labels["__name__"] not in self.names:
                     return None
+                if not np.isfinite(values).all():
+                    return None
                 counts[labels["__name__"]] = int(values.max(initial=0))
+                shown.append((labels["__name__"], times[values > 0]))
         except (Refused, TooLarge, _Shape, KeyError):
             return None
         self._count(query, len(counts) * (COUNT_STEPS + 1))
         if not counts:
-            raise self._no_series(window_s)
+            raise self._no_series(end, window_s)
+        # Where kvtune's own are there, the advice is about them.
+        own = [one for one in shown if one[0].startswith("kvtune_")] or shown
+        times = np.concatenate([times for _, times in own])
+        if len(times):
+            self.shown = _Shown(tuple(sorted(name for name, _ in own)), float(times.min()), float(times.max()), step)
         return counts
 
-    def _no_series(self, window_s: float) -> TuningError:
+    def _covered(self, start: float, end: float, newest: float | None) -> Stretch:
+        """The part of the window that there is data for, with a margin: a grid over the rest would only be coarse."""
+        shown = self.shown
+        if shown is None:
+            return start, end
+        over = max(shown.step, LOOKBACK_S)
+        if newest is None:
+            edge = self._edge(shown.names, shown.last - over, shown.last, first=False)
+            if edge is not None and edge[1] <= start:
+                raise self._no_series(end, end - start, edge[1])
+            newest = edge[1] if edge is not None else end
+        begin = start
+        if shown.first > start + shown.step / 2:
+            edge = self._edge(shown.names, shown.first - shown.step, shown.first, first=True)
+            # The process began a little before, which tells what its counters began with.
+            begin = max(start, edge[0] - MARGIN_S) if edge is not None else start
+        return begin, end if end - newest < LOOKBACK_S else newest
+
+    def _edge(self, names: Sequence[str], low: float, high: float, *, first: bool) -> Stretch | None:
+        """Two times (Unix s), near to each other, between which the first or last sample in (low, high] is."""
+        found = None
+        with contextlib.suppress(Refused, TooLarge, _Shape):
+            while found is None or high - low > EDGE_S:
+                step = max(1.0, math.ceil(1000 * (high - low) / COUNT_STEPS) / 1000)
+                count = math.ceil((high - low) / step)
+                query = f"count (last_over_time({self._selector(names)}[{_duration(step)}]))"
+                data = self.api.over_range(query, round(low + step, 3), round(low + count * step, 3), step)
+                times = np.concatenate([np.empty(0), *(times[values > 0] for _, times, values, _ in _rows(data))])
+                self._count(query, len(times))
+                if not len(times):
+                    break
+                at = float(times.min() if first else times.max())
+                found = low, high = at - step, at
+        return found
+
+    def _no_series(self, end: float, window_s: float, newest: float | None = None) -> TuningError:
         matching = f" matching {', '.join(self.matchers)}" if self.matchers else ""
         hint = "Check --matcher, " if self.matchers else "Check "
+        if newest is None:
+            edge = self._edge(self.names, end - EARLIER_S, end, first=False)
+            newest = edge[1] if edge is not None else None
+        # One within the window is no number, or of no use otherwise.
+        far = newest is not None and end - newest > window_s / 2
+        old = f"; the newest sample is {_length(end - newest)} old" if newest is not None and far else ""
         return TuningError(
             "no_series",
-            f"{self.api.shown}: none of the needed series{matching} in the last {window_s:.0f} s",
+            f"{self.api.shown}: none of the needed series{matching} in the last {window_s:.0f} s{old}",
             f"{hint}that Prometheus scrapes the router and both engines, and try a longer --window.",
         )
 
-    def _interval(self, end: float) -> float | None:
-        """The shortest scrape interval of the targets (s); None where it cannot be told."""
+    def _interval(self, end: float) -> tuple[float | None, float | None]:
+        """The shortest scrape interval of the targets (s) and the newest sample (Unix s); None where not known."""
         query = f"{self._selector(STAMPED)}[{_duration(LOOKBACK_S)}]"
         with contextlib.suppress(Refused, TooLarge, _Shape):
             rows = [times for _, times, _, _ in _rows(self.api.instant(query, end))]
             self._count(query, sum(len(times) for times in rows))
             found = [float(np.median(np.diff(times))) for times in rows if len(times) > 1]
-            return float(f"{min(found):.2g}") if found else None
-        return None
+            newest = max((float(times[-1]) for times in rows if len(times)), default=None)
+            return float(f"{min(found):.2g}") if found else None, newest
+        return None, None
 
     def _grid(
         self, end: float, window_s: float, step_s: float | None, interval: float | None, counts: dict[str, int] | None
@@ -365,6 +447,8 @@ class _Reader:
                     if named and len(names) > 1:
                         raise _Nameless
                     name = names[0]
+                # Both spellings of a series are one: of what is there twice, one is kept.
+                name = exposed_name(name) if named else name
                 if histogram and name not in self.histograms:
                     self.histograms.add(name)
                     self.api.note(
@@ -437,10 +521,17 @@ class _Reader:
         return began
 
     def _around_restarts(
-        self, done: Sorted, began: dict[str, float], grid: Grid, interval: float, coarse: bool
+        self,
+        done: Sorted,
+        names: Sequence[str],
+        began: dict[str, float],
+        grid: Grid,
+        interval: float,
+        coarse: bool,
     ) -> dict[str, Found]:
         """Raw samples of counters around the moments at which they were reset, or came, inside a step of the grid."""
-        counters = sorted({n for t in done.targets for n, _ in t.series if n.endswith(COUNTER_SUFFIXES)})
+        there = {n for t in done.targets for n, _ in t.series if n.endswith(COUNTER_SUFFIXES)}
+        counters = [name for name in names if exposed_name(name) in there]
         if not counters:
             return {}
         # A reset shows where both the sample before it and the one after it are looked at.
@@ -593,6 +684,8 @@ def _rows(data: Any) -> Iterator[tuple[dict[str, str], Floats, Floats, bool]]:
             labels = {str(key): str(value) for key, value in row["metric"].items()}
             times = np.fromiter((pair[0] for pair in pairs), np.float64, len(pairs))
             values = np.fromiter((float(pair[1]) for pair in pairs), np.float64, len(pairs))
+            if len(times) and not (times.min() >= 0 and times.max() < LATEST_S):
+                raise _Shape
             yield labels, times, values, "histograms" in row
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
         raise _Shape from None
@@ -637,6 +730,28 @@ def _any_instance(targets: Sequence[Target]) -> str:
 
 def _job_and_instance(labels: dict[str, str]) -> tuple[str, str]:
     return labels.get("job", ""), labels.get("instance", "")
+
+
+def _coverage(series: Sequence[Series], end: float, window_s: float, interval: float) -> list[str]:
+    """What is to be said about data that ends before the window does, or does not fill it: kvtune's own, if any."""
+    own = [one for one in series if one.name.startswith("kvtune_")]
+    whose = " of kvtune's own series" if 0 < len(own) < len(series) else ""
+    first = min(float(one.times[0]) for one in own or series)
+    last = max(float(one.times[-1]) for one in own or series)
+    notes = []
+    if last - first < COVERED * window_s - interval:
+        notes.append(f"data covers {_length(last - first)} of the {_length(window_s)} asked for")
+    if end - last > max(STALE_S, STALE_SCRAPES * interval):
+        notes.append(f"the newest sample{whose} is {_length(end - last)} old: are targets still scraped?")
+    return notes
+
+
+def _length(seconds: float) -> str:
+    """A time span in words, to two digits or so."""
+    for unit, size in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size or (unit != "d" and seconds >= size):
+            return f"{round(seconds / size, 1):g} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _duration(seconds: float) -> str:

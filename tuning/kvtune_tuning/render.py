@@ -1,4 +1,4 @@
-"""The document as text for people; fits 100 columns."""
+"""The document as text for people; fits 100 columns, but for what is there to be copied."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _APART = 0.1
 
 
 def render_table(document: dict[str, Any], *, width: int = WIDTH, color: bool = False) -> str:
-    """The document as text of at most `width` columns, with ANSI colours if `color`."""
+    """The document as text of at most `width` columns, with ANSI colours if `color`.
+
+    Settings to apply and queries are whole lines, however long.
+    """
     from rich.console import Console
 
     console = Console(
@@ -124,9 +127,9 @@ def _report(console: Any, document: dict[str, Any]) -> None:
         console.print()
         console.print(Text(title, "bold"))
         for engine in change["engines"]:
-            console.print(_hanging(Text(f"  {engine['role']:>7}  "), engine["text"]))
+            _whole(console, f"  {engine['role']:>7}  {engine['text']}")
         if change["router"]:
-            console.print(_hanging(Text("   router  "), change["router"]))
+            _whole(console, f"   router  {change['router']}")
         console.print(Padding(Text(change["note"], "dim"), (0, 0, 0, 2)))
     if "explain" in document:
         console.print()
@@ -134,7 +137,14 @@ def _report(console: Any, document: dict[str, Any]) -> None:
         for line in (*document["explain"]["ttl"], *document["explain"]["threshold"]):
             console.print(Padding(Text(line), (0, 0, 0, 2)))
         for query in document["explain"]["queries"]:
-            console.print(Padding(Text(f"query {query}"), (0, 0, 0, 2)))
+            _whole(console, f"  query {query}")
+
+
+def _whole(console: Any, line: str) -> None:
+    """A line that is there to be copied: never broken, however long."""
+    from rich.text import Text
+
+    console.print(Text(line), soft_wrap=True)
 
 
 def _hanging(mark: Any, text: str) -> Any:

@@ -10,13 +10,14 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from kvtune_telemetry.clock import Clock, SystemClock
 from kvtune_tuning.access import Access
 from kvtune_tuning.errors import TuningError, UsageError
+from kvtune_tuning.export import Advice, check_export, write_export
 
 DEFAULT_WINDOW_S = 3600.0
 """Window asked of Prometheus."""
@@ -89,49 +90,91 @@ def _stop_on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> It
             loop.remove_signal_handler(sig)
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What `kvtune suggest` is asked: one source and how to read it, as its options say.
+
+    `interval` and `duration` are of live scrapes: 5 s and 60 s by default. `matchers`, `replica_labels` and
+    `max_points` (of one series in one query) are for Prometheus, `access` for both. `roles` (`prefill=PART`), `ranks`,
+    `current_ttl` and `current_threshold` state what a stock deployment does not expose.
+    """
+
+    prometheus: str | None = None
+    scrape: Sequence[str] = ()
+    snapshot: str | Path | None = None
+    window: str | None = None
+    explain: bool = False
+    interval: str | None = None
+    duration: str | None = None
+    samples: Path | None = None
+    access: Access | None = None
+    timeout: str | None = None
+    matchers: Sequence[str] = ()
+    replica_labels: Sequence[str] = ()
+    max_points: int | None = None
+    roles: Sequence[str] = ()
+    ranks: int | None = None
+    current_ttl: str | None = None
+    current_threshold: int | None = None
+
+
 def run_suggest(
+    question: Question,
     *,
-    prometheus: str | None,
-    scrape: Sequence[str],
-    snapshot: str | Path | None,
-    window: str | None,
-    explain: bool,
     output: str,
     exit_code: bool,
-    interval: str | None = None,
-    duration: str | None = None,
-    samples: Path | None = None,
-    access: Access | None = None,
-    timeout: str | None = None,
-    matchers: Sequence[str] = (),
-    replica_labels: Sequence[str] = (),
-    max_points: int | None = None,
-    roles: Sequence[str] = (),
-    ranks: int | None = None,
-    current_ttl: str | None = None,
-    current_threshold: int | None = None,
+    export: Path | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
     clock: Clock | None = None,
 ) -> int:
     """Run `kvtune suggest`; returns its exit code. Prints the document, also of a failure, whose message is on stderr.
 
-    `interval` and `duration` are of live scrapes: 5 s and 60 s by default. `matchers`, `replica_labels` and
-    `max_points` (of one series in one query) are for Prometheus, `access` for both. `roles` (`prefill=PART`), `ranks`,
-    `current_ttl` and `current_threshold` state what a stock deployment does not expose.
+    `export`: a file that gets the advice as gauges, for a textfile collector; of a failure too.
+    """
+    from kvtune_tuning import document as documents
+
+    out, err = stdout or sys.stdout, stderr or sys.stderr
+    try:
+        if output not in FORMATS:
+            raise UsageError(
+                "bad_format", f"--format: unknown format {output!r}", f"Choose one of {', '.join(FORMATS)}."
+            )
+        if export is not None:
+            check_export(export)
+    except UsageError as error:
+        tell(error, err)
+        _print(documents.failed(error), output, out)
+        return 2
+    report, failure = answer(question, err, clock)
+    if failure is None:
+        code = documents.exit_code(report, signal_change=exit_code)
+    else:
+        code = 2 if isinstance(failure, UsageError) else documents.exit_code(report)
+        tell(failure, err)
+    _print(report, output, out)
+    if export is not None:
+        try:
+            write_export(export, Advice.of(report, (clock or SystemClock()).unix()))
+        except TuningError as error:
+            tell(error, err)
+            return code or 1
+    return code
+
+
+def answer(question: Question, err: TextIO, clock: Clock | None = None) -> tuple[dict[str, Any], TuningError | None]:
+    """The document that answers `question`, and the error it tells of where there is no advice.
+
+    Progress goes to `err`.
     """
     from kvtune_tuning import document as documents
     from kvtune_tuning.api import suggest_series
     from kvtune_tuning.recording import without_secrets
     from kvtune_tuning.stock import Stated
 
-    out, err = stdout or sys.stdout, stderr or sys.stderr
     source: dict[str, Any] | None = None
     try:
-        if output not in FORMATS:
-            raise UsageError(
-                "bad_format", f"--format: unknown format {output!r}", f"Choose one of {', '.join(FORMATS)}."
-            )
+        prometheus, scrape, snapshot = question.prometheus, question.scrape, question.snapshot
         given = [
             name
             for name, value in (("--prometheus", prometheus), ("--scrape", scrape), ("--snapshot", snapshot))
@@ -142,20 +185,27 @@ def run_suggest(
             raise UsageError(
                 "one_source", what, "Give exactly one of --prometheus URL, --scrape URL..., --snapshot DIR."
             )
-        timing = [name for name, value in (("--interval", interval), ("--duration", duration)) if value is not None]
+        timing = [
+            name
+            for name, value in (("--interval", question.interval), ("--duration", question.duration))
+            if value is not None
+        ]
         if timing and not scrape:
             raise UsageError(
                 "only_for_scrape",
                 f"{' and '.join(timing)} with {given[0]}",
                 "They are for live scrapes (--scrape); give --window to use only the last part of what there is.",
             )
-        access = _patient(access, timeout)
-        _no_misfits(given[0], access, matchers, replica_labels, max_points)
-        window_s = seconds(window, "--window") if window else None
+        access = _patient(question.access, question.timeout)
+        _no_misfits(given[0], access, question.matchers, question.replica_labels, question.max_points)
+        window_s = seconds(question.window, "--window") if question.window else None
         stated = Stated.of(
-            roles, ranks, seconds(current_ttl, "--current-ttl") if current_ttl else None, current_threshold
+            question.roles,
+            question.ranks,
+            seconds(question.current_ttl, "--current-ttl") if question.current_ttl else None,
+            question.current_threshold,
         )
-        every_s, total_s = _rhythm(interval, duration, DEFAULT_INTERVAL_S, DEFAULT_DURATION_S)
+        every_s, total_s = _rhythm(question.interval, question.duration, DEFAULT_INTERVAL_S, DEFAULT_DURATION_S)
         if prometheus:
             source = {"kind": "prometheus", "where": [without_secrets(prometheus).partition("?")[0]]}
         elif scrape:
@@ -166,8 +216,9 @@ def run_suggest(
         queries: list[str] = []
         if prometheus:
             series, queries = _read_prometheus(
-                prometheus, window_s or DEFAULT_WINDOW_S, access, matchers, replica_labels, max_points, err, clock
-            )
+                prometheus, window_s or DEFAULT_WINDOW_S, access, question.matchers, question.replica_labels,
+                question.max_points, err, clock,
+            )  # fmt: skip
             window_s = None
         elif scrape:
             series = asyncio.run(_scrape(scrape, every_s, total_s, access, err, clock or SystemClock()))
@@ -176,18 +227,16 @@ def run_suggest(
 
             assert snapshot is not None
             series = read_snapshots(snapshot)
-        if samples is not None:
+        if question.samples is not None:
             from kvtune_tuning.frames import write_samples
 
-            print(f"wrote {write_samples(series, samples)} samples to {samples}", file=err)
-        report = suggest_series(series, source, window_s=window_s, explain=explain, queries=queries, stated=stated)
-        code = documents.exit_code(report, signal_change=exit_code)
+            print(f"wrote {write_samples(series, question.samples)} samples to {question.samples}", file=err)
+        report = suggest_series(
+            series, source, window_s=window_s, explain=question.explain, queries=queries, stated=stated
+        )
     except TuningError as error:
-        report = documents.failed(error, source)
-        code = 2 if isinstance(error, UsageError) else documents.exit_code(report)
-        _tell(error, err)
-    _print(report, output, out)
-    return code
+        return documents.failed(error, source), error
+    return report, None
 
 
 def _no_misfits(
@@ -263,7 +312,7 @@ async def _scrape(
     return series
 
 
-def _tell(error: TuningError, err: TextIO) -> None:
+def tell(error: TuningError, err: TextIO) -> None:
     """What went wrong and what to do, as every command says it."""
     print(f"kvtune: {error.message}", file=err)
     if error.hint:
@@ -309,7 +358,7 @@ def run_record(
             _record(scrape, out, every, total, _patient(access, timeout), err, clock or SystemClock())
         )
     except TuningError as error:
-        _tell(error, err)
+        tell(error, err)
         if output == "json":
             print(json.dumps({"schema": "kvtune.record/1", "error": error.as_dict()}, indent=2), file=payload)
         return 2 if isinstance(error, UsageError) else 1

@@ -13,6 +13,7 @@ from kvtune_telemetry.clock import Clock
 from kvtune_tuning.access import Access
 from kvtune_tuning.errors import TuningError
 from kvtune_tuning.exposition import parse
+from kvtune_tuning.frames import LATEST_S
 from kvtune_tuning.recording import (
     FILE_NAME,
     SUFFIX,
@@ -46,7 +47,14 @@ def read_snapshots(directory: str | os.PathLike[str]) -> SeriesSet:
         if match is None:
             skipped.append(file.name)
         else:
-            named.append((int(match["ms"]) / 1000.0, match["target"], file))
+            at = int(match["ms"]) / 1000.0
+            if at > LATEST_S:
+                raise TuningError(
+                    "bad_file_name",
+                    f"{file}: {match['ms']} is no time in ms since 1970, it would be after the year 2255",
+                    "Remove the file, or put the time of the scrape in its name; `kvtune record` does.",
+                )
+            named.append((at, match["target"], file))
     if not named:
         if skipped:
             raise TuningError(

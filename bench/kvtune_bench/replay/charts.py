@@ -5,23 +5,30 @@ Imports matplotlib on first use.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from kvtune_bench.charts import BLUE, GREEN, GRID, INK, MUTED, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
 from kvtune_bench.replay.model import ReplayError
+from kvtune_bench.replay.table import overloaded
 
 COLOURS = {
     "default": VERMILLION, "suggestion": BLUE, "hindsight": GREEN, "clairvoyant": PURPLE, "ski_rental": ORANGE,
     "keep_alive_p99": SKY, "continuum": YELLOW,
 }  # fmt: skip
 _MARK = {"suggestion": "*", "default": "s", "hindsight": "D"}
+CURVE = 3
+"""TTLs that make a line; fewer are points, with nothing known between them."""
 
 
-def draw(document: dict[str, Any], directory: Path) -> list[Path]:
-    """The charts of each load and pool, as SVG and PNG; returns the files. Raises ReplayError where nothing can be
-    drawn or written. Regret is drawn where suggestions after several windows were compared with the best TTL."""
+def draw(document: dict[str, Any], directory: Path) -> dict[Path, str]:
+    """The charts of each load and pool, as SVG and PNG; returns the files with what each is of.
+
+    Raises ReplayError where nothing can be drawn or written. Regret is drawn where suggestions after several windows
+    were compared with the best TTL.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -31,10 +38,11 @@ def draw(document: dict[str, Any], directory: Path) -> list[Path]:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ReplayError(f"--charts: {directory}: {error.strerror}") from None
-    written: list[Path] = []
+    written: dict[Path, str] = {}
     for number, (rate, pool) in enumerate(dict.fromkeys((r["rate"], r["pool_tokens"]) for r in document["rows"]), 1):
         rows = [row for row in document["rows"] if (row["rate"], row["pool_tokens"]) == (rate, pool)]
-        where = f"simulated {document['model']}, {rate:g} turns/s, pool of {pool / 1e6:.3g}M tokens"
+        world = f"{rate:g} turns/s, pool of {pool:,} tokens"
+        where = f"simulated {document['model']}, {world}"
         swept = [row for row in document["sweep"] if (row["rate"], row["pool_tokens"]) == (rate, pool)]
         curve = sorted((row for row in (*rows, *swept) if row["ttl"] is not None), key=lambda row: row["ttl"])
         learnt = [
@@ -60,20 +68,47 @@ def draw(document: dict[str, Any], directory: Path) -> list[Path]:
                     figure.savefig(path, dpi=160)
                 except OSError as error:
                     raise ReplayError(f"--charts: {path}: {error.strerror}") from None
-                written.append(path)
+                written[path] = world
             pyplot.close(figure)
     return written
 
 
 _Rows = list[dict[str, Any]]
+_At = Callable[[dict[str, Any]], tuple[float, float]]
+
+
+def _lines(curve: _Rows) -> list[_Rows]:
+    """Rows of one threshold each, by TTL, where there are enough TTLs to see a line in."""
+    of = [[row for row in curve if row["threshold"] == one] for one in sorted({row["threshold"] for row in curve})]
+    return [line for line in of if len({row["ttl"] for row in line}) >= CURVE]
+
+
+def _asked(axes: Any, rows: _Rows, at: _At) -> None:
+    """The settings asked for, as small points."""
+    points = [at(row) for row in rows if row["policy"] == "fixed"]
+    if points:
+        axes.scatter(*zip(*points, strict=True), color=MUTED, s=18, zorder=2, label="asked for")
+
+
+def _unserved(axes: Any, rows: _Rows, at: _At) -> None:
+    """A ring around each point of an overload: it depends on how long was measured."""
+    points = [at(row) for row in rows if row["ttl"] is not None and overloaded(row)]
+    if points:
+        axes.scatter(
+            *zip(*points, strict=True), facecolors="none", edgecolors=VERMILLION, s=190, linewidths=1.0, zorder=4,
+            label="overloaded: turns left unserved",
+        )  # fmt: skip
 
 
 def _ttft(axes: Any, rows: _Rows, curve: _Rows) -> str:
-    ttls = [row["ttl"] for row in curve]
-    axes.plot(ttls, [row["ttft_mean_s"] for row in curve], color=MUTED, linewidth=1.5, zorder=1, label="mean")
-    axes.plot(
-        ttls, [row["ttft_p90_s"] for row in curve], color=MUTED, linewidth=1, linestyle=":", zorder=1, label="P90"
-    )
+    for key, label, style in (("ttft_mean_s", "mean", "-"), ("ttft_p90_s", "P90", ":")):
+        for number, line in enumerate(_lines(curve)):
+            axes.plot(
+                [row["ttl"] for row in line], [row[key] for row in line], color=MUTED, linewidth=1.2, linestyle=style,
+                zorder=1, label=label if number == 0 else None,
+            )  # fmt: skip
+    _asked(axes, rows, lambda row: (row["ttl"], row["ttft_mean_s"]))
+    _unserved(axes, [*rows, *curve], lambda row: (row["ttl"], row["ttft_mean_s"]))
     for row in rows:
         if row["policy"] in COLOURS and row["ttl"] is not None:
             axes.scatter(
@@ -98,9 +133,13 @@ def _frontier(axes: Any, rows: _Rows, curve: _Rows) -> str:
         total: float = row["wasted_token_seconds"] + row["used_token_seconds"]
         return total / 1e3 / max(1, int(row["turns"]))
 
-    axes.plot(
-        [held(row) for row in curve], [row["hit_ratio"] or 0.0 for row in curve], color=MUTED, linewidth=1.5, zorder=1
-    )
+    def at(row: dict[str, Any]) -> tuple[float, float]:
+        return held(row), row["hit_ratio"] or 0.0
+
+    for line in _lines(curve):
+        axes.plot(*zip(*map(at, line), strict=True), color=MUTED, linewidth=1.2, zorder=1)
+    _asked(axes, rows, at)
+    _unserved(axes, [*rows, *curve], at)
     for row in rows:
         if row["policy"] in COLOURS:
             axes.scatter(

@@ -44,6 +44,10 @@ class Deployment:
                 f"a pool of {self.pool_tokens} tokens cannot hold one request of {self.calibration.name} "
                 f"({limit} tokens); give at least that many"
             )
+        if not 0 <= self.noise < math.inf:
+            raise ReplayError(f"noise must be a number of at least 0, got {self.noise}")
+        if self.prefill_engines < 1:
+            raise ReplayError(f"there must be a prefill engine, got {self.prefill_engines}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,8 @@ class Load:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ReplayError(f"{name} must be positive, got {value}")
+        if not 0 <= self.warmup_s < math.inf:
+            raise ReplayError(f"warmup_s must be a number of at least 0, got {self.warmup_s}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,8 @@ class Setting:
             RouterConfig(explore=self.explore)
         except ConfigError as error:
             raise ReplayError(str(error)) from None
+        if not 0 <= self.ttl_s < math.inf:
+            raise ReplayError(f"a TTL must be a number of seconds, at least 0, got {self.ttl_s}")
 
     def hold_s(self, turn: PlannedTurn) -> float:
         """How long a turn's KV is retained unless it is read; 0 keeps nothing."""
@@ -91,14 +99,16 @@ class Result:
     pool_tokens: int
     turns: int = 0
     followups: int = 0
+    """Those about whose history prefill has decided: what became of the others is not known."""
     hits: int = 0
-    """Follow-up turns whose history was read back, or held by prefill while the reference was good."""
+    """Follow-up turns of whose history something was read back or held by prefill. Not the router's outcome `hit`,
+    which says that the reference was good: below the threshold it is, and nothing is reused."""
     outcomes: Counter[str] = field(default_factory=Counter)
     ttft_s: list[float] = field(default_factory=list)
     """Of every turn that came; of those still unserved at the end, how long they had waited."""
     unserved: int = 0
     pinned_bins: list[float] = field(default_factory=lambda: [0.0] * (P99_BINS + 1))
-    """Seconds spent at each level of retained tokens."""
+    """Seconds spent at each level of retained tokens: none, then up to one, two, ... shares of the pool."""
     pinned_token_s: float = 0.0
     used_token_s: float = 0.0
     active_token_s: float = 0.0
@@ -110,8 +120,13 @@ class Result:
     events: int = 0
 
     @property
+    def turns_per_s(self) -> float:
+        """What came; the load's rate is what was aimed at."""
+        return self.turns / self.window_s
+
+    @property
     def hit_ratio(self) -> float | None:
-        """Of follow-up turns; None without any."""
+        """Share of follow-up turns that reused something; None without any."""
         return self.hits / self.followups if self.followups else None
 
     @property
@@ -138,4 +153,4 @@ class Result:
         """99th percentile, over time, of the tokens retained."""
         bins = np.asarray(self.pinned_bins)
         level = int(np.searchsorted(np.cumsum(bins), 0.99 * bins.sum()))
-        return (level + 0.5) / P99_BINS * self.pool_tokens if bins.sum() else 0.0
+        return max(0.0, level - 0.5) / P99_BINS * self.pool_tokens if bins.sum() else 0.0

@@ -108,6 +108,7 @@ def row(case: _Case, result: Result) -> dict[str, Any]:
         "rate": case.load.turns_per_s,
         "pool_tokens": case.deployment.pool_tokens,
         "turns": result.turns,
+        "turns_per_s": result.turns_per_s,
         "hit_ratio": result.hit_ratio,
         "ttft_mean_s": result.ttft_mean_s,
         "ttft_p50_s": result.ttft_quantile_s(0.5),

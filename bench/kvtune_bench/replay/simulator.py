@@ -96,6 +96,7 @@ class _Job:
 
     __slots__ = (
         "arrived",
+        "decided",
         "explored",
         "fetched",
         "followup",
@@ -113,7 +114,7 @@ class _Job:
         self.followup = talk.ended_s is not None
         self.outcome = Outcome.FIRST
         self.pin: _Pin | None = None
-        self.explored = False
+        self.explored = self.decided = False
         self.fetched = self.local = 0
         self.queued = self.work = 0.0
 
@@ -165,7 +166,6 @@ class Replay:
         self._end_s = load.warmup_s + load.duration_s
         self._accounted_s = load.warmup_s
         self._result = Result(load.duration_s, deployment.pool_tokens)
-        self._per_bin = P99_BINS / deployment.pool_tokens
 
     # --- traffic ----------------------------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Replay:
             result, pinned = self._result, self._pinned
             result.pinned_token_s += pinned * passed
             result.active_token_s += self._active * passed
-            result.pinned_bins[int(pinned * self._per_bin)] += passed
+            result.pinned_bins[-(-pinned * P99_BINS // self._deployment.pool_tokens)] += passed
             self._accounted_s = self._now
 
     # --- a turn, in order -------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class Replay:
             now_s=self._now,
             threshold_tokens=self._setting.threshold_tokens,
         )
-        job.fetched = verdict.fetch_tokens
+        job.fetched, job.decided = verdict.fetch_tokens, True
         if self._observer is not None:
             self._observer.decided(
                 verdict.decision, verdict.reason, turn.prompt_tokens, job.local, job.fetched, verdict.available_tokens
@@ -375,9 +375,9 @@ class Replay:
         result.turns += 1
         result.outcomes[job.outcome] += 1
         result.ttft_s.append(ttft_s)
-        if job.followup:
+        if job.followup and job.decided:
             result.followups += 1
-            result.hits += job.outcome is Outcome.HIT
+            result.hits += job.fetched + job.local > 0
 
     def _turn_ended(self, job: _Job) -> None:
         self._account()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,11 @@ def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
         ({"bytes_per_token": True}, "bytes_per_token must be a number"),
         ({"decode_token_s": -1}, "decode_token_s"),
         ({"colour": 1}, "unknown key 'colour'"),
+        ({"prefill": {"base_s": 1, "tokens_s": 1}}, "unknown key prefill.tokens_s"),
+        ({"prefill": {}, "handoff": {"base_s": 1}}, "missing: prefill.base_s, prefill.token_s, handoff.token_s;"),
+        ({"decode_token_s": 10**400}, "decode_token_s must be a number"),
+        ({"pool_tokens": math.nan}, "pool_tokens must be a number"),
+        ({"context_tokens": [1]}, "context_tokens must be a number, got [1]"),
     ],
 )
 def test_bad_calibrations_say_what_is_wrong(change: dict[str, Any], words: str) -> None:
@@ -61,12 +67,36 @@ def test_bad_calibrations_say_what_is_wrong(change: dict[str, Any], words: str) 
     assert words in str(error.value)
 
 
+def test_all_that_a_file_lacks_is_said_at_once() -> None:
+    with pytest.raises(CalibrationError) as error:
+        from_dict({"name": "x", "prefill": {"base_s": 1}, "pool_tokens": 5})
+    assert str(error.value).startswith(
+        "missing: source, transfer, decode_token_s, bytes_per_token, context_tokens, prefill.token_s; docs/simulate.md"
+    )
+
+
+def test_the_documented_calibration_file_works_and_has_every_key(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "simulate.md").read_text(encoding="utf-8")
+    section = page.split("### A calibration file")[1].split("\n## ")[0]
+    text = section.split("```json")[1].split("```")[0]
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    assert list(json.loads(text)) == list(to_dict(PRESETS["qwen3-32b"]))
+    made = calibration(str(path))
+    assert made.prefill.at(10_000) == pytest.approx(0.37) and made.handoff.floor_s == 0.001
+    for key in json.loads(text):
+        assert f"`{key}`" in section.split("```")[2]
+
+
 def test_unknown_models_and_broken_files(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="glm-5-fp8, qwen3-32b"):
         calibration("gpt-2")
     path = tmp_path / "x.json"
     path.write_text("{")
     with pytest.raises(CalibrationError, match="not JSON"):
+        calibration(str(path))
+    path.write_text("[" * 100_000)
+    with pytest.raises(CalibrationError, match="nested too deeply"):
         calibration(str(path))
 
 

@@ -20,6 +20,7 @@ from kvtune_bench.replay.model import Deployment, Load, ReplayError, Result, Set
 from kvtune_bench.replay.observe import InMemory, ObservedDeployment, quiet, to_directory
 from kvtune_bench.replay.run import LESSONS, Request, simulate
 from kvtune_bench.replay.simulator import Replay
+from kvtune_bench.replay.table import render
 from kvtune_bench.traces import Conversation, Plan, TraceTurn, plan
 from kvtune_tuning.api import suggest_series, suggest_snapshots
 from kvtune_tuning.series import SeriesSet
@@ -83,6 +84,34 @@ def test_below_the_threshold_nothing_is_fetched() -> None:
     assert min(fetched.ttft_s) < 0.71 and min(computed.ttft_s) > 1.39
 
 
+def test_reused_is_what_was_fetched_or_held_by_prefill_not_what_could_have_been() -> None:
+    unread, nothing = replayed([talk(30.0)], threshold=1001), replayed([talk(30.0)], ttl_s=0.0)
+    assert unread.followups > 300 and unread.hit_ratio == nothing.hit_ratio == 0.0 and unread.used_token_s == 0.0
+    # the router's outcome is of the reference, which was good
+    assert unread.outcomes["hit"] >= unread.followups and unread.ttft_mean_s == nothing.ttft_mean_s
+    held = Replay(
+        [talk(30.0)], Deployment(FLAT, 10**9, noise=0.0, prefill_engines=100, prefill_cache=True), Setting(0.0),
+        Load(0.02, duration_s=40_000.0, warmup_s=1000.0),
+    ).run()  # fmt: skip
+    assert held.hit_ratio == 1.0 and held.outcomes.keys() == {"first", "absent"} and held.used_token_s == 0.0
+
+
+def test_turns_that_prefill_never_came_to_are_no_misses() -> None:
+    crowded = replayed([talk(30.0, turns=6)], rate=5.0, duration_s=2000.0, prefill_engines=1, ttl_s=1e6)
+    assert crowded.unserved > 100 and crowded.hit_ratio == 1.0
+    assert crowded.followups < crowded.turns - crowded.outcomes["first"]
+
+
+def test_nothing_retained_has_a_p99_of_nothing_and_little_of_little() -> None:
+    assert replayed([talk(30.0)], ttl_s=0.0).pinned_p99 == 0.0
+    little = replayed([talk(None, turns=1)], ttl_s=600.0, rate=0.02, pool=40_000_000)
+    assert 10_000 < little.pinned_p99 < 30_000  # 12 of 1,000 tokens each are held on average
+
+
+def test_the_rate_that_came_is_measured() -> None:
+    assert replayed([talk(30.0)], rate=0.5).turns_per_s == pytest.approx(0.5, rel=0.03)
+
+
 def test_retained_tokens_follow_littles_law_and_their_spread_campbells() -> None:
     result = replayed([talk(40.0), talk(None, turns=1)], ttl_s=100.0, rate=2.0, duration_s=40_000.0, pool=10**6)
     # per turn: a third each of 1,000 tokens for 40.1 s (read), 1,200 for 100 s and 1,000 for 100 s (never read)
@@ -124,6 +153,12 @@ def test_the_same_seed_replays_the_same() -> None:
         (lambda: Setting(1.0, explore=math.nan), "explore = nan: it is a share"),
         (lambda: Load(0.0), "turns_per_s must be positive"),
         (lambda: Load(1.0, math.inf), "duration_s must be positive"),
+        (lambda: Load(1.0, warmup_s=math.nan), "warmup_s must be a number"),
+        (lambda: Setting(math.nan), "a TTL must be a number of seconds, at least 0, got nan"),
+        (lambda: Setting(-5.0), "a TTL must be a number of seconds, at least 0"),
+        (lambda: Setting(math.inf), "a TTL must be a number of seconds"),
+        (lambda: Deployment(FLAT, 10_000, noise=math.nan), "noise must be"),
+        (lambda: Deployment(FLAT, 10_000, prefill_engines=0), "there must be a prefill engine"),
         (lambda: Replay([], Deployment(FLAT, 10_000), Setting(1), Load(1.0)), "no conversations"),
     ],
 )
@@ -272,6 +307,7 @@ def test_the_command_gives_a_row_for_each_setting_and_rule(trace: Path, tmp_path
         ("fixed", 10.0, 64), ("fixed", 10.0, 512), ("fixed", 60.0, 64), ("fixed", 60.0, 512), ("default", 480.0, 64),
     ]  # fmt: skip
     assert len(rows) == 2 * (4 + 2)
+    assert f"wrote {tmp_path / 'c' / 'ttft-2.svg'} (1 turns/s, pool of 3,500,000 tokens)" in err
     by = {(row["rate"], row["ttl"], row["threshold"]): row for row in rows}
     assert by[0.5, 10.0, 64]["hit_ratio"] < 0.1 < 0.95 < by[0.5, 60.0, 64]["hit_ratio"]
     assert by[0.5, 60.0, 64]["ttft_mean_s"] < by[0.5, 10.0, 64]["ttft_mean_s"]
@@ -336,11 +372,92 @@ def test_snapshots_are_what_suggest_reads(trace: Path, tmp_path: Path) -> None:
         (("--ttl", "60", "--explore", "0.02", "--stock"), "a deployment without kvtune does not explore"),
         (("/nowhere.csv", "--ttl", "60"), "/nowhere.csv: no such file"),
         (("--ttl", "60,120", "--snapshot", "/tmp/x"), "give one --ttl"),
+        (("--ttl", "60", "--threshold", "1.5"), "--threshold: '1.5' is not a whole number"),
+        (("--ttl", "nan"), "--ttl: nan is out of range"),
+        (("--current-ttl", "nan"), "--current-ttl: nan is out of range"),
+        (("--current-ttl", "inf"), "--current-ttl: inf is out of range"),
+        (("--current-ttl", "-5"), "--current-ttl: -5.0 is out of range"),
+        (("--ttl", "60", "--noise", "nan"), "--noise"),
+        (("--ttl", "60", "--jobs", "-1"), "--jobs"),
+        (("--ttl", "60", "--duration", "0s"), "--duration: not a positive duration"),
+        (("--ttl", "60", "--nosuch"), "--nosuch"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(arguments: tuple[str, ...], says: str) -> None:
     code, out, err = command(*arguments)
-    assert code in (1, 2) and says in err and not out and "Traceback" not in err
+    assert code == 2 and says in err and not out and "Traceback" not in err
+    code, out, err = command(*arguments, *(() if "--format" in arguments else ("--format", "json")))
+    if "--format" not in arguments:
+        document = json.loads(out)
+        assert document.keys() == {"schema", "error"} and document["schema"] == "kvtune.simulate/1"
+        assert document["error"].keys() == {"code", "message", "hint"} and says in document["error"]["message"]
+    assert code == 2 and says in err
+
+
+def a_row(policy: str, ttl: float | None, **more: Any) -> dict[str, Any]:
+    return {
+        "policy": policy, "ttl": ttl, "threshold": 64, "rate": 0.4, "turns_per_s": 0.4, "pool_tokens": 3_500_000,
+        "turns": 1000, "hit_ratio": 0.5, "ttft_mean_s": 1.0 + (ttl or 0) / 1000, "ttft_p90_s": 2.0,
+        "pinned_tokens_mean": 10.0, "pinned_tokens_p99": 20.0, "wasted_token_seconds": 5.0 + (ttl or 0),
+        "used_token_seconds": 5.0, "unserved": 0, **more,
+    }  # fmt: skip
+
+
+def a_document(*rows: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": "m", "conversations": 3, "trace": "t", "window_s": 1.0, "seed": 1, "rows": list(rows), "sweep": [],
+        "learning": [], "suggestions": [], "replays": 1, "turns_replayed": 1, "turns_per_second": 1.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("came", "says"),
+    [
+        ((0.4, 0.39), "0.4 turns/s on a pool"),
+        ((0.31, 0.312), "0.4 turns/s asked for, 0.31 replayed, on a pool"),
+        ((0.2, 0.4), "0.4 turns/s asked for, 0.2 to 0.4 replayed, on a pool"),
+        ((0.5, 0.5), "0.4 turns/s asked for, 0.5 replayed, on a pool"),
+    ],
+)
+def test_the_table_shows_the_rate_that_came_where_it_is_another(came: tuple[float, float], says: str) -> None:
+    document = a_document(a_row("fixed", 60.0, turns_per_s=came[0]), a_row("fixed", 120.0, turns_per_s=came[1]))
+    text = " ".join(render(document).split())
+    assert says in text and "1 s measured" in text.replace("\u00a0", " ")
+
+
+def test_few_points_are_no_line_and_an_overload_is_marked(tmp_path: Path) -> None:
+    from matplotlib import pyplot
+
+    from kvtune_bench.replay import charts
+
+    two = [a_row("fixed", 60.0), a_row("default", 480.0)]
+    three = [a_row("fixed", ttl, unserved=500 if ttl == 60.0 else 0) for ttl in (30.0, 60.0, 120.0)]
+    mixed = [*two, a_row("fixed", 60.0, threshold=512)]
+    for paint in (charts._ttft, charts._frontier):
+        lines = 2 if paint is charts._ttft else 1
+        for rows, drawn, rings in ((two, 0, 0), (three, lines, 1), (mixed, 0, 0)):
+            figure, axes = pyplot.subplots()
+            paint(axes, rows, rows)
+            labels = [text.get_text() for text in axes.get_legend().get_texts()]
+            assert (len(axes.lines), sum("overloaded" in one for one in labels)) == (drawn, rings)
+            assert "asked for" in labels
+            pyplot.close(figure)
+    other = {**a_row("default", 480.0), "rate": 0.8}
+    written = draw(a_document(*two, other), tmp_path)
+    assert {path.name: world for path, world in written.items() if path.suffix == ".svg"} == {
+        f"{chart}-{number}.svg": f"{rate:g} turns/s, pool of 3,500,000 tokens"
+        for chart in ("ttft", "frontier")
+        for number, rate in ((1, 0.4), (2, 0.8))
+    }
+
+
+def test_every_key_of_the_document_is_described(trace: Path) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "simulate.md").read_text(encoding="utf-8")
+    document = simulate(Request(trace=trace, ttls_s=(60.0,), compared=(), duration_s=600.0, warmup_s=60.0, jobs=1))
+    (one,) = document["rows"]
+    assert 0 < one["turns_per_s"] == one["turns"] / 600.0
+    for key in (*document, *one):
+        assert f"`{key}`" in page or key == "schema", key
 
 
 def test_snapshots_of_two_replays_are_not_mixed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,8 @@ def test_columns_may_come_in_any_order_with_others_between(tmp_path: Path) -> No
         (HEADER + "1,0,10,5,,0\n1,1,10,5,,0\n", "line 3: a turn follows one whose gap_to_next_s is empty"),
         (HEADER + "1,0,10,5,4,0\n2,0,10,5,,0\n", "conversation 1 ends with a gap_to_next_s"),
         (HEADER + "1,0,10,5,4,0\n", "conversation 1 ends with a gap_to_next_s"),
+        (HEADER + " ,0,10,5,,0\n", "line 2: conv is empty"),
+        (HEADER + "c0,0,10,5,4,0\n", "conversation c0 ends with a gap_to_next_s"),
     ],
 )
 def test_says_what_is_wrong_and_where(tmp_path: Path, text: str, said: str) -> None:
@@ -80,6 +83,68 @@ def test_missing_and_unreadable_files(tmp_path: Path) -> None:
     broken.write_bytes(b"not gzip at all")
     with pytest.raises(TraceError, match="cannot be read"):
         load_trace(broken)
+
+
+@pytest.mark.parametrize(
+    ("names", "ids"),
+    [
+        (("7", "7.0", "8"), [7, 8]),
+        (('"c0"', '"c0"', '"c1"'), [0, 1]),
+        (('"7"', "7", '"x"'), [0, 1]),
+        (("7.5", "7.5", "nan"), [0, 1]),
+        (("123456789012345678901", "123456789012345678901", "123456789012345678902"), None),
+    ],
+)
+def test_a_conversation_has_a_number_or_a_name(tmp_path: Path, names: tuple[str, ...], ids: list[int] | None) -> None:
+    path = tmp_path / "a.jsonl"
+    rest = ((0, 100, 10, "2.5", 110), (1, 140, 20, "null", 0), (0, 50, 5, "null", 0))
+    path.write_text(
+        "".join(
+            f'{{"conv": {conv if conv != "nan" else json.dumps(conv)}, "turn": {turn}, "in_tokens": {prompt}, '
+            f'"out_tokens": {out}, "gap_to_next_s": {gap}, "reusable_tokens_next": {reusable}}}\n'
+            for conv, (turn, prompt, out, gap, reusable) in zip(names, rest, strict=True)
+        )
+    )
+    first, second = load_trace(path)
+    assert (first.turns, second.turns) == (
+        (TraceTurn(100, 10, 2.5, 110), TraceTurn(140, 20, None, 0)),
+        (TraceTurn(50, 5, None, 0),),
+    )
+    assert [first.id, second.id] == (ids or [123456789012345678901, 123456789012345678902])
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("conv", [1], "line 1: conv is [1], expected a number or a string"),
+        ("conv", True, "line 1: conv is true, expected a number or a string"),
+        ("conv", None, "line 1: conv is empty"),
+        ("gap_to_next_s", {"a": 1}, 'line 1: gap_to_next_s is {"a": 1}, expected a number'),
+        ("in_tokens", False, "line 1: in_tokens is false, expected a number"),
+    ],
+)
+def test_json_values_of_other_kinds_are_named(tmp_path: Path, column: str, value: object, said: str) -> None:
+    row = {"conv": 1, "turn": 0, "in_tokens": 9, "out_tokens": 1, "gap_to_next_s": None, "reusable_tokens_next": 0}
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({**row, column: value}))
+    with pytest.raises(TraceError) as caught:
+        load_trace(path)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["flipped", "cut", "deep"])
+def test_a_broken_archive_and_a_deep_line_are_faults_of_the_file(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    packed = gzip.compress(b'{"conv": 1}' * 50)
+    path.write_bytes(
+        {
+            "flipped": packed[:10] + b"\xff" * 8 + packed[18:],
+            "cut": packed[:20],
+            "deep": gzip.compress(b"[" * 100_000 + b"]" * 100_000),
+        }[kind]
+    )
+    with pytest.raises(TraceError, match="nested too deeply" if kind == "deep" else "cannot be read"):
+        load_trace(path)
 
 
 def test_the_packaged_sample_pauses_like_the_full_trace() -> None:

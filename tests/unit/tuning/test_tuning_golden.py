@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -18,6 +19,12 @@ from kvtune_tuning.document import exit_code, schema
 from kvtune_tuning.render import render_table
 
 Snapshots = Callable[..., Path]
+
+
+def widest(document: dict) -> int:
+    """Columns of the table, but for what is there to be copied."""
+    lines = render_table(document).splitlines()
+    return max(len(line) for line in lines if not re.match(r" +(prefill|decode|both|router)  \S|  query ", line))
 
 
 def advice(directory: Path, **options: object) -> dict:
@@ -453,7 +460,7 @@ def test_a_pod_that_takes_anothers_place_is_one_engine(snapshots: Snapshots, tmp
 )
 def test_settings_and_pools_at_the_edges(snapshots: Snapshots, world: dict, status: str, code: str) -> None:
     document = advice(snapshots(**{**PRESSED, **world}), explain=True)
-    assert max(map(len, render_table(document).splitlines())) <= 100
+    assert widest(document) <= 100
     assert (ttl(document)["status"], ttl(document)["reason_code"]) == (status, code), ttl(document)["reason"]
     assert ("ttl_useless" in codes(document)) == (world.get("ttl", 480.0) <= 5.0)
     if code in ("floor_does_not_fit", "does_not_fit"):
@@ -468,7 +475,7 @@ def test_any_threshold_in_force_is_compared_with(
     one = tau(document)
     assert one["status"] == "change" and one["effects"]
     assert {one["current"], one["recommended"]} <= {row["value"] for row in one["counterfactual"]}
-    assert max(map(len, render_table(document).splitlines())) <= 100
+    assert widest(document) <= 100
 
 
 @pytest.mark.parametrize("value", ["1e7", "1e9", "1e15"])
@@ -478,7 +485,7 @@ def test_a_huge_ttl_in_force_is_answered_at_once(snapshots: Snapshots, tmp_path:
     assert time.process_time() - began < 10
     assert ttl(document)["status"] == "change" and ttl(document)["current"] == float(value)
     text = render_table(document)
-    assert max(map(len, text.splitlines())) <= 100 and "e+" not in text.split("explain")[0]
+    assert widest(document) <= 100 and "e+" not in text.split("explain")[0]
 
 
 def _with_setting(source: Path, target: Path, setting: str, value: str) -> Path:
@@ -531,6 +538,23 @@ def test_whole_pages_of_the_real_recorders_are_read_the_same(snapshots: Snapshot
 def test_the_table_fits_100_columns(snapshots: Snapshots, small_answers: dict) -> None:
     for document in (advice(snapshots(**PRESSED), explain=True), advice(snapshots(**small_answers))):
         text = render_table(document)
-        assert max(map(len, text.splitlines())) <= 100
+        assert widest(document) <= 100
         assert "decoder_kv_blocks_ttl" in text and "kv_recompute_threshold" in text
         assert "\x1b" not in text and "\x1b" in render_table(document, color=True)
+
+
+def test_what_is_there_to_be_copied_is_never_broken(snapshots: Snapshots) -> None:
+    document = advice(snapshots(**PRESSED), explain=True)
+    long = {"kv_connector_extra_config": {"decoder_kv_blocks_ttl": 60, **{f"key_{n}": n for n in range(20)}}}
+    text, query = json.dumps(long), "increase(" + "kvtune_a_name_of_a_series:" * 20 + "[1h])"
+    for title in ("apply", "rollback"):
+        document[title] = {
+            "engines": [{"role": "decode", "text": text}], "router": "--ttl 60 " + "--x y " * 40, "note": "prose " * 40,
+        }  # fmt: skip
+    document["explain"]["queries"] = [query]
+    for color in (False, True):
+        lines = render_table(document, color=color).splitlines()
+        assert [line.strip() for line in lines].count(f"decode  {text}") == 2
+        assert [line.strip() for line in lines].count("router  " + ("--ttl 60 " + "--x y " * 40).strip()) == 2
+        assert f"  query {query}" in lines
+    assert json.loads(next(line for line in lines if text in line).split("decode  ")[1]) == long

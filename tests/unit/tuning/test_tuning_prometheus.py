@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import http.server
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +23,7 @@ import pytest
 from kvtune_tuning.access import Access, check_matcher
 from kvtune_tuning.api import suggest_series, suggest_snapshots
 from kvtune_tuning.document import schema
-from kvtune_tuning.errors import TuningError, UsageError
+from kvtune_tuning.errors import NOT_ENOUGH_DATA, TuningError, UsageError
 from kvtune_tuning.promapi import TRIES
 from kvtune_tuning.prometheus import query_prometheus
 from kvtune_tuning.replicas import filled
@@ -694,7 +697,10 @@ def test_addresses(url: str, path: str) -> None:
         assert sent == [["a=b", "c=d"]] * len(sent)
 
 
-@pytest.mark.parametrize("url", ["", "ftp://p", "http://", "http://p:port", "file:///etc/passwd", "http://u:pw@"])
+@pytest.mark.parametrize("url", [
+    "", "ftp://p", "http://", "http://p:port", "file:///etc/passwd", "http://u:pw@", "http://[::1", "http://u:pw@[bad",
+    "http://a..b", "http://.foo", f"http://{70 * 'a'}", "http://xn--a", "[::1",
+])  # fmt: skip
 def test_what_is_no_address(url: str) -> None:
     error = refused(small(), url)
     assert isinstance(error, UsageError) and error.code == "bad_url" and "pw" not in error.message
@@ -764,6 +770,14 @@ def test_options_that_cannot_be_used(tmp_path: Path, access: dict[str, Any], url
          "redirects to https://sso/login", "login page"),
         (httpx.Response(302, headers={"location": "/login"}), "redirected", "redirects to http://p/login", "log in"),
         (httpx.Response(307, headers={"location": "http://evil/api/v1/query"}), "redirected", "http://evil", "server"),
+        (httpx.Response(302), "http_status", "HTTP 302", "HTTP API"),
+        (httpx.Response(304), "http_status", "HTTP 304", "HTTP API"),
+        (httpx.Response(302, headers={"location": "http://[bad/api/v1/query"}), "redirected", "no address", "API"),
+        (httpx.Response(429, headers={"retry-after": b"\xb2"}), "busy", "HTTP 429", "later"),
+        (httpx.Response(429, headers={"retry-after": 5000 * "9"}), "busy", "HTTP 429", "later"),
+        (httpx.Response(429, headers={"retry-after": "Mon, 99 Jan 999999999999 00:00:00 GMT"}), "busy", "429", "later"),
+        (httpx.Response(500, headers={"date": "Mon, 99 Jan 99999999 99:00:00 GMT"}), "http_status", "HTTP 500", "API"),
+        (UnicodeError("label too long"), "unreachable", "label too long", "up"),
         (httpx.ConnectError("refused"), "unreachable", "refused", "up"),
         (httpx.ConnectTimeout("slow"), "unreachable", "slow", "up"),
         (httpx.ReadTimeout("slow"), "timeout", "no answer in time (slow)", "--timeout"),
@@ -847,6 +861,201 @@ def test_warnings_and_partial_answers_are_said_once() -> None:
     server = small(fault=partly)
     series, _ = read(server, window_s=600)
     assert series.notes[0] == "Prometheus: store x is down" and "partial" in series.notes[1] and len(series.notes) == 2
+
+
+@pytest.mark.parametrize(("said", "note"), [(5, None), (True, None), ("abc", "Prometheus: abc"), ({"a": 1}, None)])
+def test_warnings_that_are_no_list(said: Any, note: str | None) -> None:
+    def odd(kind: str, form: dict[str, str]) -> httpx.Response:
+        return httpx.Response(200, json={**json.loads(server.answer(kind, form).content), "warnings": said})
+
+    server = small(fault=odd)
+    series, _ = read(server, window_s=600)
+    assert series.increase(TURNS) == 40 and series.notes == ((note,) if note else ())
+
+
+@pytest.mark.parametrize("count", ["NaN", "+Inf", "-Inf", "x"])
+def test_counts_that_are_no_numbers_are_not_planned_with(count: str) -> None:
+    def odd(kind: str, form: dict[str, str]) -> httpx.Response | None:
+        if not form["query"].startswith("count by"):
+            return None
+        row = {"metric": {"__name__": TURNS}, "values": [[NOW, count]]}
+        return httpx.Response(200, json={"status": "success", "data": {"resultType": "matrix", "result": [row]}})
+
+    assert read(small(fault=odd), window_s=600)[0].increase(TURNS) == 40
+
+
+@pytest.mark.parametrize("told", ["NaN", "1e300", "-5", "Infinity"])
+def test_a_server_without_a_sane_clock_is_read_by_our_own(told: str) -> None:
+    def odd(kind: str, form: dict[str, str]) -> httpx.Response | None:
+        if form["query"] != "time()":
+            return None
+        return httpx.Response(200, json={"status": "success", "data": {"resultType": "scalar", "result": [told, told]}})
+
+    assert read(small(fault=odd), window_s=600)[0].window() == (NOW - 600, NOW)
+
+
+def test_samples_of_no_time_are_no_answer() -> None:
+    server = Server()
+    server.add(TURNS, [NOW - 30, NOW], [1, 2])
+
+    def odd(kind: str, form: dict[str, str]) -> httpx.Response:
+        row = {"metric": {"__name__": TURNS}, "values": [[1e300, "1"]]}
+        return httpx.Response(200, json={"status": "success", "data": {"resultType": "matrix", "result": [row]}})
+
+    server.fault = odd
+    assert refused(server).code == "bad_answer"
+
+
+# --- a body that does not end ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("headers", [True, False])
+def test_a_body_that_drips_is_given_up(headers: bool) -> None:
+    """Each byte comes in time, the whole never does; also where a connection is used again."""
+    stopped = threading.Event()
+
+    class Drip(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        asked = 0
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            Drip.asked += 1
+            if Drip.asked == 1:
+                body = b'{"status":"success","data":{"resultType":"scalar","result":[1700000000,"1700000000"]}}'
+                self.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+                return
+            self.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n" + (b"\r\n" if headers else b"x: "))
+            with contextlib.suppress(OSError):
+                while not stopped.wait(0.02):
+                    self.wfile.write(b" ")
+            self.close_connection = True
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Drip) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with pytest.raises(TuningError) as caught:
+                query_prometheus(
+                    f"http://127.0.0.1:{server.server_port}",
+                    window_s=600,
+                    access=Access(timeout_s=0.2),
+                    wall=lambda: NOW,
+                )
+        finally:
+            stopped.set()
+            server.shutdown()
+    assert (caught.value.code, caught.value.message.partition(": ")[2]) == (
+        "timeout", "no answer in time (no whole answer within 0.2 s)",
+    )  # fmt: skip
+
+
+# --- both spellings of vLLM's names ---------------------------------------------------------------------------------
+
+PROMPTS = "vllm:prompt_tokens_total"
+WAITING = "vllm:num_requests_waiting"
+
+
+def stock(*spelt: Callable[[str], str], restart: bool = False, days: float = 0.25) -> Server:
+    """An engine whose names are stored as each of `spelt` says, all of the time; ten tokens a scrape."""
+    server = Server()
+    times, values = steadily(10, NOW - days * DAY, NOW, 30.0)
+    if restart:
+        half = len(times) // 2
+        values = np.concatenate((values[:half], values[: len(values) - half]))
+    own = {"model_name": "m", "engine": "0"}
+    for how in spelt:
+        server.add(how(PROMPTS), times, values, "vllm", "d:1", **own)
+        server.add(how(WAITING), times, np.ones(len(times)), "vllm", "d:1", **own)
+    return server
+
+
+def as_is(name: str) -> str:
+    return name
+
+
+def underscored(name: str) -> str:
+    return name.replace(":", "_")
+
+
+@pytest.mark.parametrize("spelt", [(as_is,), (underscored,), (as_is, underscored)])
+@pytest.mark.parametrize("window_s", [3600.0, 5 * DAY])
+@pytest.mark.parametrize("restart", [False, True])
+def test_names_without_their_colon_are_the_same_series(spelt: Any, window_s: float, restart: bool) -> None:
+    days = 6.0 if window_s > DAY else 0.25
+    series, _ = read(stock(*spelt, restart=restart and window_s > DAY, days=days), window_s=window_s)
+    assert {s.name for s in series.series} == {PROMPTS, WAITING}
+    assert len(series.named(PROMPTS)) == 1 and list(series.scrapes) == ["vllm/d:1"]
+    lost = 10 if restart and window_s > DAY else 0
+    assert series.increase(PROMPTS) == 10 * window_s / 30 - lost
+
+
+def test_an_upgrade_that_changes_the_spelling_is_no_new_engine() -> None:
+    server = stock(as_is)
+    old = [(labels, times[times < NOW - 1800], values[times < NOW - 1800]) for labels, times, values in server.rows]
+    new = [
+        (
+            {**labels, "__name__": underscored(labels["__name__"])},
+            times[times >= NOW - 1800],
+            values[times >= NOW - 1800],
+        )
+        for labels, times, values in server.rows
+    ]
+    server.rows = old + new
+    series, _ = read(server, window_s=3600)
+    assert series.increase(PROMPTS) == 1200 and len(series.named(PROMPTS)) == 1
+
+
+# --- windows that are not filled ------------------------------------------------------------------------------------
+
+
+def recent(hours: float, ended_s: float = 0.0) -> Server:
+    """A router that was first scraped some hours ago, and last `ended_s` ago."""
+    server = Server()
+    at = steadily(1, NOW - hours * 3600, NOW - ended_s, 15.0)
+    server.add(TURNS, *at, outcome="hit")
+    server.add("kvtune_router_setting", at[0], np.full(len(at[0]), 480.0), setting="default_ttl_seconds")
+    return server
+
+
+@pytest.mark.parametrize(("window_s", "asked"), [(DAY, "24 h"), (7 * DAY, "7 d"), (30 * DAY, "30 d")])
+def test_a_window_that_is_not_filled_is_read_as_finely_as_what_there_is(window_s: float, asked: str) -> None:
+    shorter, _ = read(recent(4), window_s=4 * 3600)
+    series, _ = read(recent(4), window_s=window_s)
+    assert shorter.notes == () and series.notes == (f"data covers 4 h of the {asked} asked for",)
+    assert series.increase(TURNS) == shorter.increase(TURNS) == 960
+    assert series.window() == shorter.window() == (NOW - 4 * 3600, NOW)
+    assert series.samples() == shorter.samples() == 2 * 961
+
+
+def test_kvtune_that_is_newer_than_the_engines_decides_on_the_grid() -> None:
+    server = recent(4)
+    server.rows += stock(as_is, days=30).rows
+    series, _ = read(server, window_s=30 * DAY)
+    assert series.increase(TURNS) == 960 and series.notes == ("data covers 4 h of the 30 d asked for",)
+
+
+def test_data_that_ends_before_the_window_is_said_to() -> None:
+    series, _ = read(recent(4, 450), window_s=3600)
+    assert series.notes == ("data covers 52.5 min of the 1 h asked for", "the newest sample is 7.5 min old: are "
+                            "targets still scraped?")  # fmt: skip
+    assert series.window()[1] == NOW - 450 and series.increase(TURNS) == 210
+    assert read(recent(4, 30), window_s=3600)[0].notes == ()
+    router_gone = recent(4, 900)
+    router_gone.rows += stock(as_is).rows
+    series, _ = read(router_gone, window_s=3600)
+    assert series.notes[1] == "the newest sample of kvtune's own series is 15 min old: are targets still scraped?"
+
+
+@pytest.mark.parametrize(("ended_s", "old"), [(310, "5.2 min"), (420, "7 min"), (3 * 3600, "3 h")])
+def test_a_window_after_the_newest_sample_has_no_series(ended_s: float, old: str) -> None:
+    error = refused(recent(6, ended_s), window_s=300)
+    assert error.code == "no_series" and error.code in NOT_ENOUGH_DATA
+    said = re.search(r"the newest sample is ([0-9.]+) (min|h) old", error.message)
+    assert said is not None and float(said[1]) == pytest.approx(float(old.split()[0]), abs=0.3)
+    assert said[2] == old.split()[1]
 
 
 def test_what_only_makes_it_more_exact_may_fail() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from kvtune_telemetry.catalogue import BY_NAME
 from kvtune_telemetry.clock import ScaledClock, SystemClock
+from kvtune_tuning.access import Access
 from kvtune_tuning.api import suggest_snapshots
 from kvtune_tuning.document import exit_code, schema
 from kvtune_tuning.errors import NOT_ENOUGH_DATA, TuningError, UsageError
@@ -52,6 +53,16 @@ def test_needed_samples_are_kept_and_others_skipped() -> None:
     assert set(samples) == {"kvtune_turns_total", "vllm:kv_cache_usage_perc", "kvtune_turn_gap_seconds_bucket"}
     assert dict(samples["vllm:kv_cache_usage_perc"].labels)["model_name"] == "a b, {c}"
     assert samples["kvtune_turn_gap_seconds_bucket"].value == 7
+
+
+def test_names_without_their_colon_are_vllms() -> None:
+    text = 'vllm_num_requests_waiting{engine="0"} 2\nvllm_lora_requests_info 1\n'
+    assert [(s.name, s.value) for s in parse(text, "x").samples] == [("vllm:num_requests_waiting", 2)]
+    check_known(text, "x")
+    both = f'{text}vllm:num_requests_waiting{{engine="0"}} 3\nvllm_num_requests_waiting{{engine="1"}} 4\n'
+    assert [s.value for s in parse(both, "x").samples] == [3, 4], "what is there twice counts once"
+    asked = {"vllm_num_requests_waiting", "vllm:num_requests_waiting"}
+    assert [s.name for s in parse(text, "x", asked).samples] == ["vllm_num_requests_waiting"], "asked for by that name"
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "nan"])
@@ -106,6 +117,13 @@ def test_an_empty_directory(tmp_path: Path) -> None:
 def test_a_file_without_a_time_in_its_name(tmp_path: Path) -> None:
     (tmp_path / "router.prom").write_text(PAGE)
     assert "router.prom" in failed(suggest_snapshots(tmp_path), "bad_file_name")["message"]
+
+
+@pytest.mark.parametrize("ms", [900_000_000_000_000, 9_000_000_000_001])
+def test_a_file_of_no_time_there_is(tmp_path: Path, ms: int) -> None:
+    (tmp_path / "1000-router.prom").write_text(PAGE)
+    (tmp_path / f"{ms}-router.prom").write_text(PAGE)
+    assert f"{ms} is no time" in failed(suggest_snapshots(tmp_path), "bad_file_name")["message"]
 
 
 def test_a_file_that_is_no_exposition(tmp_path: Path) -> None:
@@ -325,10 +343,14 @@ def test_addresses(url: str, full: str, name: str) -> None:
     assert "secret" not in target_name(url)
 
 
-@pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://h:notaport", "http://h:99999", "file:///etc/passwd"])
+@pytest.mark.parametrize("url", [
+    "", "ftp://x", "http://", "http://h:notaport", "http://h:99999", "file:///etc/passwd", "http://[::1", "http://a..b",
+    "http://.foo", f"http://{70 * 'a'}", "http://xn--a", "http://me:pw@[bad",
+])  # fmt: skip
 def test_what_is_no_address(url: str) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as caught:
         normalise(url)
+    assert caught.value.code == "bad_url" and "pw" not in caught.value.message
 
 
 def test_targets_that_look_alike_stay_apart() -> None:
@@ -381,21 +403,112 @@ async def test_recording_nothing_that_answers_is_an_error(tmp_path: Path) -> Non
     [
         (httpx.ConnectError("refused"), "refused", "up and reachable"),
         (httpx.ReadError(""), "ReadError", "up and reachable"),
+        (UnicodeError("label too long"), "label too long", "up and reachable"),
         (httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] x"), "VERIFY_FAILED", "--ca-file"),
     ],
 )
 async def test_targets_that_are_not_reached_say_why(
-    monkeypatch: pytest.MonkeyPatch, error: httpx.HTTPError, words: str, hint: str
+    monkeypatch: pytest.MonkeyPatch, error: Exception, words: str, hint: str
 ) -> None:
-    async def get(*_: object, **__: object) -> None:
+    def stream(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(httpx.AsyncClient, "get", get)
+    monkeypatch.setattr(httpx.AsyncClient, "stream", stream)
     async with http_fetch() as fetch:
         with pytest.raises(TuningError) as caught:
             await fetch("https://me:pw@h:1/metrics")
     assert caught.value.message.startswith("https://h:1/metrics: ") and words in caught.value.message
     assert caught.value.code == "unreachable" and hint in caught.value.hint and "pw" not in caught.value.message
+
+
+async def _dripping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Half a line of headers, or of a page, and then a byte at a time."""
+    path = (await reader.readline()).split()[1]
+    writer.write(b"HTTP/1.1 200 OK\r\n" + (b"x: " if path == b"/headers" else b"content-length: 100000\r\n\r\n"))
+    try:
+        while True:
+            writer.write(b" ")
+            await writer.drain()
+            await asyncio.sleep(0.02)
+    except OSError:
+        pass
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("path", ["headers", "metrics"])
+async def test_a_page_that_drips_is_given_up(path: str) -> None:
+    server = await asyncio.start_server(_dripping, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/{path}"
+    async with http_fetch([url], Access(timeout_s=0.2)) as fetch:
+        with pytest.raises(TuningError) as caught:
+            await asyncio.wait_for(fetch(url), 30)
+    server.close()
+    assert (caught.value.code, caught.value.message) == ("timeout", f"{url}: no whole answer within 0.2 s")
+
+
+async def test_a_page_without_end_is_not_read_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def endless(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        try:
+            while True:
+                writer.write(65536 * b"#")
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+    monkeypatch.setattr("kvtune_tuning.recording.MAX_PAGE_BYTES", 2**20)
+    server = await asyncio.start_server(endless, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/metrics"
+    async with http_fetch([url]) as fetch:
+        with pytest.raises(TuningError) as caught:
+            await asyncio.wait_for(fetch(url), 30)
+    server.close()
+    assert (caught.value.code, caught.value.message) == ("answer_too_large", f"{url}: a page of more than 1 MiB")
+
+
+async def test_one_that_does_not_answer_holds_up_neither_the_others_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtune_tuning.recording.LAST_S", 0.05)
+    stop = asyncio.Event()
+    served = {"r": 0, "d": 0}
+
+    async def fetch(url: str) -> str:
+        served["d" if "d:1" in url else "r"] += 1
+        if "d:1" in url and served["d"] > 1:
+            await asyncio.Event().wait()
+        if served["r"] == 5:
+            stop.set()
+        return PAGE
+
+    said: list[str] = []
+    clock = ScaledClock.starting_now(1000.0)
+    done = await asyncio.wait_for(
+        record(["r:1", "d:1"], tmp_path, clock, 20.0, stop, fetch=fetch, complain=said.append), 30
+    )
+    assert served["d"] == 2, "it is not asked again before it has answered"
+    assert served["r"] == done.rounds and done.snapshots == done.rounds + 1
+    assert done.failures == {"d_1": 1}
+    assert said == ["http://d:1/metrics: no whole answer before the end"] == list(done.last_failure.values())
+
+
+async def test_a_stop_in_the_first_round_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtune_tuning.recording.LAST_S", 0.05)
+    stop = asyncio.Event()
+
+    async def fetch(_: str) -> str:
+        stop.set()
+        await asyncio.Event().wait()
+        return ""
+
+    with pytest.raises(TuningError) as caught:
+        await asyncio.wait_for(record(["d:1"], tmp_path, SystemClock(), 1.0, stop, fetch=fetch), 30)
+    assert (caught.value.code, caught.value.message) == (
+        "timeout", "http://d:1/metrics: no whole answer before the end",
+    )  # fmt: skip
 
 
 async def test_live_scrapes_name_the_target_that_exposes_something_else() -> None:
