@@ -8,7 +8,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,9 +153,9 @@ def _free_port() -> int:
 class Prometheus:
     """A running Prometheus server and its HTTP API."""
 
-    def __init__(self, url: str, jobs: int, child: ChildProcess, log: Path, session: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str, targets: int, child: ChildProcess, log: Path, session: aiohttp.ClientSession) -> None:
         self.url = url
-        self.jobs = jobs
+        self.targets = targets
         self.log = log
         self.child = child
         self._session = session
@@ -182,7 +182,7 @@ class Prometheus:
         """Wait until every target was scraped, and answered, after `unix_s`."""
 
         async def scraped() -> bool:
-            oldest = await self.value(f"min(timestamp(up) and up == 1) and on() count(up == 1) == {self.jobs}")
+            oldest = await self.value(f"min(timestamp(up) and up == 1) and on() count(up == 1) == {self.targets}")
             return oldest is not None and oldest > unix_s
 
         await until(scraped, "a scrape of every target")
@@ -194,7 +194,7 @@ class Prometheus:
             counts = await self.get("query", query="count_over_time(up[1m])")
             rows = [float(row["value"][1]) for row in counts["result"]]
             # Targets come into being some seconds after the start, each at a time of its own.
-            return len(rows) == self.jobs and min(rows) >= times
+            return len(rows) == self.targets and min(rows) >= times
 
         await until(scraped, f"{times} scrapes of every target")
 
@@ -209,9 +209,19 @@ class Prometheuses:
         self._started = 0
 
     async def start(
-        self, jobs: dict[str, str], *flags: str, prefix: str = "", blocks: Path | None = None
+        self,
+        jobs: Mapping[str, str | Sequence[str]],
+        *flags: str,
+        prefix: str = "",
+        blocks: Path | None = None,
+        rules: Sequence[Path] = (),
+        every: str = "1s",
     ) -> Prometheus:
-        """A server that scrapes each job's target (`host:port`) every second; it begins with the data in `blocks`."""
+        """A server that scrapes each job's targets (`host:port`) so often, and evaluates the files of `rules`.
+
+        It begins with the data in `blocks`.
+        """
+        targets = {job: [one] if isinstance(one, str) else list(one) for job, one in jobs.items()}
         program = shutil.which("prometheus")
         if program is None:
             pytest.fail("no `prometheus` on PATH; install it: apt-get install -y --no-install-recommends prometheus")
@@ -221,9 +231,10 @@ class Prometheuses:
         if blocks is not None:
             os.rename(blocks, home / "data")
         config = {
-            "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
+            "global": {"scrape_interval": every, "scrape_timeout": every},
+            "rule_files": [str(path) for path in rules],
             "scrape_configs": [
-                {"job_name": job, "static_configs": [{"targets": [target]}]} for job, target in jobs.items()
+                {"job_name": job, "static_configs": [{"targets": some}]} for job, some in targets.items()
             ],
         }
         (home / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -242,7 +253,7 @@ class Prometheuses:
             )  # fmt: skip
             self._running.append(child)
             url = f"http://127.0.0.1:{port}/{prefix}".rstrip("/")
-            server = Prometheus(url, len(jobs), child, log, self._session)
+            server = Prometheus(url, sum(map(len, targets.values())), child, log, self._session)
             try:
                 await self._ready(server)
                 return server

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import jsonschema
 import numpy as np
 import orjson
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvtune_bench.load import LoadSettings, TurnRecord, replay, simulated_answer
 from kvtune_bench.traces import Conversation, Plan, TraceTurn, plan
@@ -149,11 +151,12 @@ async def test_the_load_was_worth_it(world: World) -> None:
 
 async def test_every_catalogued_series_is_there_with_its_type_and_labels(world: World) -> None:
     names = set(await world.prometheus.get("label/__name__/values"))
-    wanted = {name for metric in CATALOGUE for name in metric.sample_names()}
+    exported = [metric for metric in CATALOGUE if metric.emitter in EMITTER_OF_JOB.values()]
+    wanted = {name for metric in exported for name in metric.sample_names()}
     assert {name for name in names if name.startswith("kvtune_")} == wanted
 
     metadata = await world.prometheus.get("metadata")
-    for metric in CATALOGUE:
+    for metric in exported:
         # OpenMetrics names a counter's family without _total.
         family = metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name
         stated = {(entry["type"], entry["help"]) for entry in metadata.get(family, ())}
@@ -271,6 +274,35 @@ async def test_prometheus_and_snapshots_give_the_evidence_that_the_load_gave(wor
 
 def followup_outcomes() -> set[str]:
     return {outcome.value for outcome in Outcome} - {Outcome.FIRST, Outcome.NO_IDENTITY, Outcome.ERROR}
+
+
+async def test_a_watch_serves_and_writes_what_suggest_says(world: World, wait_until: Any, tmp_path: Path) -> None:
+    window = world.window()
+    document = await world.suggest("--prometheus", world.prometheus.url, "--window", window)
+    file = tmp_path / "kvtune.prom"
+    watch = await world.processes.start(
+        "watch", "suggest", "--watch", "--prometheus", world.prometheus.url, "--window", window, "--port", "0",
+        "--export", str(file),
+    )  # fmt: skip
+    address = orjson.loads(watch.ready)["metrics"]
+
+    async def written() -> bool:
+        return file.exists()
+
+    await wait_until(written, "the first round")
+    async with aiohttp.ClientSession() as session, session.get(address) as answer:
+        served = await answer.text()
+    assert served == file.read_text()
+    values = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(served)
+        for sample in family.samples
+    }
+    assert values["kvtune_suggest_up",] == 1
+    for one in document["recommendations"]:
+        assert values["kvtune_suggest_status", one["setting"], one["status"]] == 1
+        assert values["kvtune_suggest_current", one["setting"]] == one["current"]
+        assert ("kvtune_suggest_recommended", one["setting"]) in values or one["recommended"] is None
 
 
 async def test_an_exemplar_leads_to_a_trace_that_was_received(world: World) -> None:
