@@ -188,7 +188,7 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
     starved, preempted = _starved(series, roles, pools, turns.mean_tokens)
     fetch, recompute = _points(series, Path.FETCH, start, end), _points(series, Path.RECOMPUTE, start, end)
     saving = saving_per_token(recompute, fetch)
-    useful, useful_known = _useful(series, turns, ttl_setting.value - margin.value)
+    late, useful, useful_known = _useful(series, turns, ttl_setting.value - margin.value)
     ttft = _ttft(series)
     bounds = (
         stock.gather(
@@ -215,6 +215,7 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
         kappa=kappa if kappa is not None else 1.0,
         saving_s_per_token=saving,
         useful=useful,
+        late=late,
         ttft_followup_s=ttft,
         costs=_costs(series, recompute, fetch, window, engines_of(Role.PREFILL)),
     )
@@ -744,13 +745,20 @@ def _below(series: SeriesSet, current: float) -> threshold.Sizes | None:
     return threshold.Sizes(low, max(current, mean), mean, count)
 
 
-def _useful(series: SeriesSet, turns: _Turns, usable_s: float) -> tuple[float, bool]:
-    """Share of the tokens of in-time returns that was really fetched: the rest P held itself, or could not use."""
+def _useful(series: SeriesSet, turns: _Turns, usable_s: float) -> tuple[float, float, bool]:
+    """Of the tokens of in-time returns: the share that was late at prefill, because its turns had queued for too long;
+    and the share of the others that was really fetched (the rest P held itself, or could not use), if that is known."""
     fetched = series.increase("kvtune_decision_tokens_total", decision=Decision.FETCH.value)
     in_time = turns.in_time_tokens(usable_s)
-    if fetched is None or in_time <= 0 or fetched <= 0:
-        return 1.0, False
-    return min(1.0, fetched / in_time), True
+    if fetched is None or in_time <= 0:
+        return 0.0, 1.0, False
+    declined = series.increase(
+        "kvtune_decision_tokens_total", decision=Decision.RECOMPUTE.value, reason=Reason.EXPIRED.value
+    )
+    late = min(declined or 0.0, max(0.0, in_time - fetched))
+    if fetched <= 0:
+        return late / in_time, 1.0, False
+    return late / in_time, min(1.0, fetched / (in_time - late)), True
 
 
 def _ttft(series: SeriesSet) -> float | None:

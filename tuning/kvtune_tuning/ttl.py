@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtune_tuning.gaps import GapCurves, Survival
 from kvtune_tuning.series import Floats
@@ -63,7 +64,10 @@ LEAST_ENDING = 0.05
 SEEN_WAIT_S = 0.05
 """Shorter waits say nothing: the model of prefill is no more exact than that."""
 SAME_S = 0.001
-"""Expected times to first token that differ by less are the same."""
+SAME_SHARE = 0.001
+"""Expected times to first token that differ by less than both together are the same."""
+FAR_WORSE = 10.0
+"""A wait so many times as long is a queue that does not empty."""
 FULL = 0.98
 """Prefill's utilisation beyond which its queue is only said to be very long."""
 MIN_GAIN_TTFT = 0.01
@@ -71,6 +75,11 @@ MIN_GAIN_TTFT = 0.01
 URGENT_TTFT = 0.1
 """A change that improves it by this share is worth a restart, however small: just beyond what fits, waits shoot up."""
 _DRAWS = 200
+_WAITS = 2.5 * -np.log(1.0 - (np.arange(6) + 0.5) / 6)
+"""Equally likely waits of those who wait, in mean waits: exponential, and in a bad spell, as one is enough (replays of
+heavy prompts: just beyond what the mean wait allows, one in three ended in a queue that never emptied)."""
+_ROUNDS = 40
+_SETTLED = 1e-3
 _LEAST_S = 1e-3
 """A break-even below a millisecond is none."""
 
@@ -131,13 +140,15 @@ class TtlInputs:
     saving_s_per_token: float | None
     """Seconds of prefill that one fetched token saves; None when the cost lines are not known."""
     useful: float
-    """Share of the tokens of in-time returns that were really fetched, 0 to 1."""
+    """Share of the tokens of in-time returns, less those late at prefill, that were really fetched, 0 to 1."""
     ttft_followup_s: float | None
     """Observed mean TTFT of follow-up turns."""
     costs: Costs | None = None
     """None when they are not known."""
     raised_by: float = 1.0
     """Factor by which `unhindered` raised the rates that were seen."""
+    late: float = 0.0
+    """Share of the tokens of in-time returns whose turns queued for so long that they were too late at prefill."""
     waits_longer: float = WAITS_LONGER
 
 
@@ -236,23 +247,45 @@ def prefill_seconds(inputs: TtlInputs, costs: Costs, ttl_s: Floats) -> Floats:
     """Mean seconds a turn spends with prefill at each TTL: in its queue (M/G/1), computing, reading back.
 
     Less hits than at the TTL in force are so many tokens more to compute, with the spread that whole histories have.
+    A turn that queues for too long comes too late to read, computes as well, and makes others queue for longer: where
+    prefill cannot carry the traffic without reuse, a short TTL ends in a queue that never empties again.
     """
+    curves = inputs.curves
     usable, now = ttl_s - inputs.margin_s, np.asarray([inputs.current_s - inputs.margin_s])
-    tokens, squared = inputs.curves.tokens, inputs.curves.tokens_squared
+    read_now, read_square_now = (
+        (1.0 - inputs.late) * (1.0 - c.at(now)[0]) for c in (curves.tokens, curves.tokens_squared)
+    )
     mean_square = inputs.mean_tokens * inputs.token_squared_rate / max(inputs.token_rate, 1e-9)
-    lost = inputs.useful * inputs.mean_tokens * (tokens.at(usable) - tokens.at(now)[0])
-    lost_square = inputs.useful**2 * mean_square * (squared.at(usable) - squared.at(now)[0])
-    computed = np.maximum(costs.computed_mean + lost, 0.0)
-    square = np.maximum(costs.computed_square + lost_square, computed**2)
-    base, token = costs.compute_base_s, costs.compute_token_s
-    service = costs.service_s(computed)
-    service_square = base**2 + 2 * base * token * computed + token**2 * square
-    rate = costs.engine_rate
-    busy = rate * service
-    idle = np.maximum(1.0 - busy, 1.0 - FULL)
-    # beyond that the queue grows for as long as the load lasts: longer, the fuller
-    queue = rate * service_square / (2 * idle) * np.maximum(1.0, busy / FULL) ** 4
-    hits, hit_tokens = 1.0 - inputs.curves.turns.at(usable), 1.0 - tokens.at(usable)
+    base, token, rate = costs.compute_base_s, costs.compute_token_s, costs.engine_rate
+
+    def queued(tokens: Floats, squared: Floats) -> tuple[Floats, Floats, Floats]:
+        """Utilisation, mean wait and mean service where the survivals of tokens and of their squares are these."""
+        lost = inputs.useful * inputs.mean_tokens * (tokens - 1.0 + read_now)
+        lost_square = inputs.useful**2 * mean_square * (squared - 1.0 + read_square_now)
+        computed = np.maximum(costs.computed_mean + lost, 0.0)
+        square = np.maximum(costs.computed_square + lost_square, computed**2)
+        service = costs.service_s(computed)
+        service_square = base**2 + 2 * base * token * computed + token**2 * square
+        busy = rate * service
+        idle = np.maximum(1.0 - busy, 1.0 - FULL)
+        # beyond that the queue grows for as long as the load lasts: longer, the fuller
+        return busy, rate * service_square / (2 * idle) * np.maximum(1.0, busy / FULL) ** 4, service
+
+    turns, tokens, squared = (np.array(c.at(usable)) for c in (curves.turns, curves.tokens, curves.tokens_squared))
+    busy, queue, service = queued(tokens, squared)
+    some = np.flatnonzero(queue >= SEEN_WAIT_S)
+    for _ in range(_ROUNDS if len(some) else 0):
+        # Waits of those who wait are exponential, nearly: https://en.wikipedia.org/wiki/Kingman%27s_formula
+        waits = np.minimum(1.0, busy[some])
+        late = usable[some] - _WAITS[:, None] * queue[some] / waits
+        before = tokens[some]
+        for values, curve in ((turns, curves.turns), (tokens, curves.tokens), (squared, curves.tokens_squared)):
+            values[some] = (1.0 - waits) * curve.at(usable[some]) + waits * curve.at(late).mean(axis=0)
+        busy[some], queue[some], service[some] = queued(tokens[some], squared[some])
+        some = some[np.abs(tokens[some] - before) > _SETTLED]
+        if not len(some):
+            break
+    hits, hit_tokens = 1.0 - turns, 1.0 - tokens
     read = costs.fetch_base_s * hits + costs.fetch_token_s * inputs.useful * inputs.mean_tokens * hit_tokens
     return np.asarray(queue + service + read, dtype=np.float64)
 
@@ -299,10 +332,11 @@ def as_seen_waiting(inputs: TtlInputs) -> TtlInputs:
 
 
 def waiting_ttl(inputs: TtlInputs, costs: Costs) -> float:
-    """The longest TTL (s) of the grid whose expected time to first token is the least, but for a millisecond.
+    """The longest TTL (s) of the grid whose expected time to first token is the least, but for a thousandth.
 
     Of those only whose demand fits the pool most of the time: what waits beyond that grows with the load's duration;
-    of all if what fits is worse than the TTL in force, as where prefill cannot do without long retention either.
+    of all where prefill cannot do without longer retention: what fits is worse than the TTL in force, or by far worse
+    than what does not fit.
     Where less was waited than demand foretells, further than else only as far as its 99th percentile fits. 0 where
     holding nothing is best, or nothing fits.
     """
@@ -310,21 +344,29 @@ def waiting_ttl(inputs: TtlInputs, costs: Costs) -> float:
     pool = inputs.pool_tokens or math.inf
     mean, variance = pinned(inputs, whole)
     demand = (inputs.active_mean or 0.0) + mean + MOSTLY_FITS_SIGMA * np.sqrt(variance + inputs.active_variance)
-    mostly = whole[(demand <= pool) | (whole == 0.0)]
+    mostly = (demand <= pool) | (whole == 0.0)
+    seconds = prefill_seconds(inputs, costs, whole)
+    cost = waiting_for_room(inputs, whole) + seconds
 
-    def best(one: TtlInputs, grid: Floats) -> float:
-        cost = expected(one, costs, grid)
-        return float(grid[np.flatnonzero(cost <= cost.min() + SAME_S)[-1]])
+    def best(cost: Floats, among: npt.NDArray[np.bool_]) -> int:
+        cost = np.where(among, cost, math.inf)
+        return int(np.flatnonzero(cost <= _as_good(float(cost.min())))[-1])
 
     if inputs.waits_longer >= WAITS_LONGER:
-        found = best(inputs, mostly)
+        found = best(cost, mostly)
     else:
-        fits = whole[(filled(inputs, whole) <= pool) | (whole == 0.0)]
-        found = max(
-            best(replace(inputs, waits_longer=WAITS_LONGER), mostly), min(best(inputs, mostly), float(fits[-1]))
-        )
-    there, here = expected(inputs, costs, np.asarray([found, inputs.current_s]))
-    return best(inputs, whole) if found >= MIN_TTL_S and there > here + SAME_S else found
+        fits = (filled(inputs, whole) <= pool) | (whole == 0.0)
+        careful = waiting_for_room(replace(inputs, waits_longer=WAITS_LONGER), whole) + seconds
+        found = max(best(careful, mostly), min(best(cost, mostly), int(np.flatnonzero(fits)[-1])))
+    evil = best(cost, np.ones_like(mostly))
+    here = float(cost[np.searchsorted(whole, inputs.current_s)])
+    much = cost[found] > min(_as_good(here), FAR_WORSE * cost[evil])
+    return float(whole[evil if much else found])
+
+
+def _as_good(seconds: float) -> float:
+    """The most seconds that are as good as so many."""
+    return seconds * (1.0 + SAME_SHARE) + SAME_S
 
 
 def longest_good(inputs: TtlInputs) -> tuple[float, str]:

@@ -732,11 +732,29 @@ def test_where_neither_pool_nor_prefill_has_room_the_lesser_evil_is_taken() -> N
     grid = np.arange(5.0, 1000.0, 5.0)
     cost = ttl.expected(one, full, grid)
     here = ttl.expected(one, full, np.array([found, one.current_s]))
-    assert here[0] <= here[1] and here[0] == pytest.approx(cost.min(), abs=2 * ttl.SAME_S)
+    assert here[0] <= here[1] and here[0] == pytest.approx(cost.min(), rel=ttl.SAME_SHARE, abs=2 * ttl.SAME_S)
     mean, variance = ttl.pinned(one, np.array([found]))
     assert float(mean[0] + np.sqrt(variance[0])) + (one.active_mean or 0.0) > 900_000.0, (
         "it does not fit, nor does less"
     )
+
+
+def test_a_queue_at_prefill_makes_turns_late_and_grows_by_them() -> None:
+    """At 80 s prefill's utilisation is 0.88 by the hits that the pauses allow; its queue makes them misses."""
+    heavy = replace(COSTS, compute_token_s=60e-6)
+    one = inputs(costs=heavy)
+
+    def utilisation(ttl_s: float) -> float:
+        usable = np.array([ttl_s, one.current_s]) - one.margin_s
+        there, here = one.curves.tokens.at(usable)
+        return float(heavy.engine_rate * heavy.service_s(heavy.computed_mean + one.mean_tokens * (there - here)))
+
+    assert utilisation(80.0) == pytest.approx(0.88, abs=0.02)
+    at_60, at_80, at_100, at_480 = ttl.prefill_seconds(one, heavy, np.array([60.0, 80.0, 100.0, 480.0]))
+    assert at_60 > 1000 and at_80 > 1000 and at_100 < 5 and at_480 < 1
+    # so many more computed, as turns that were late in the window had been, are turns that need not be late elsewhere
+    fewer = ttl.prefill_seconds(replace(one, late=0.2), heavy, np.array([480.0]))
+    assert fewer[0] < at_480
 
 
 def test_full_prefill_raises_a_ttl_on_less_than_sure_hits() -> None:
