@@ -8,13 +8,15 @@ VLLM_VENV ?= .venv-vllm
 VLLM_PYTHON := $(VLLM_VENV)/bin/python
 TINY := $(VLLM_VENV)/tiny-model
 
-.PHONY: help demo demo-vllm test e2e e2e-prometheus test-vllm e2e-vllm lint fmt check clean
+.PHONY: help demo demo-vllm test e2e e2e-prometheus e2e-dashboards preview test-vllm e2e-vllm lint fmt check clean
 
 help:
 	@echo "make demo [ARGS='--json FILE ...']  the main job on simulated engines, with a report (two to three minutes)"
 	@echo "make demo-vllm                      the same on a real vLLM pair on this machine's CPUs, with a tiny model"
 	@echo "make test                           the test suite"
 	@echo "make e2e                            against a real Prometheus and a real vLLM pair on this machine's CPUs"
+	@echo "make e2e-dashboards                 dashboards, rules and alerts against Prometheus, Alertmanager and Chromium"
+	@echo "make preview                        the dashboards drawn from live traffic into build/preview (20 minutes)"
 	@echo "make test-vllm                      the connector in vLLM's own scheduler, without servers"
 	@echo "make lint                           ruff and mypy --strict"
 	@echo "make fmt                            format the code"
@@ -54,10 +56,17 @@ test: $(BIN)/.dev
 demo-vllm: $(BIN)/.demo $(VLLM_VENV)/.ready
 	@$(BIN)/kvtune demo --engine vllm --vllm-python $(abspath $(VLLM_PYTHON)) --vllm-model $(abspath $(TINY)) $(ARGS)
 
-e2e: e2e-prometheus test-vllm e2e-vllm
+e2e: e2e-prometheus e2e-dashboards test-vllm e2e-vllm
 
 e2e-prometheus: $(BIN)/.dev
 	@$(BIN)/python -m pytest tests/e2e/test_prometheus.py tests/e2e/test_otlp.py $(ARGS)
+
+e2e-dashboards: $(BIN)/.dev
+	@$(BIN)/python -m pytest tests/e2e/test_dashboards.py tests/e2e/test_rules.py tests/e2e/test_preview.py $(ARGS)
+
+preview: $(BIN)/.dev
+	@test -d dashboards/preview/node_modules || npm ci --prefix dashboards/preview
+	@$(BIN)/python dashboards/preview/live.py --minutes 15 --pictures build/preview $(ARGS)
 
 $(VLLM_VENV)/.tests: $(VLLM_VENV)/.ready
 	@$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-compile 'pytest>=8.2'
