@@ -56,7 +56,7 @@ def ended_at_stop_string(answer: bytes) -> bool:
 
     Text of the answer cannot look so: quotation marks in it are escaped.
     """
-    return _STOPPED.search(answer) is not None
+    return b'"stop_reason"' in answer and _STOPPED.search(answer) is not None
 
 
 def _parses_to(document: bytes, value: object) -> bool:

@@ -11,6 +11,7 @@ import aiohttp
 
 from kvtune_router.answers import AnswerError, strip_document
 from kvtune_router.engines import Engine
+from kvtune_router.upstream import Broken, NotSent, Upstream
 
 
 class Fault(Enum):
@@ -45,35 +46,28 @@ class Prefilled:
 
 
 def fault_of(error: BaseException, engine: Engine) -> LegFault:
-    """Sort a client error."""
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return LegFault(Fault.NOT_SENT, engine, "connection refused")
-    if isinstance(error, aiohttp.ConnectionTimeoutError):
-        return LegFault(Fault.NOT_SENT, engine, "no connection within the time-out")
-    if isinstance(error, TimeoutError):
-        return LegFault(Fault.BROKEN, engine, "no answer within the time-out")
-    if isinstance(error, AnswerError):
-        return LegFault(Fault.BROKEN, engine, str(error))
-    return LegFault(Fault.BROKEN, engine, f"the connection broke ({type(error).__name__})")
+    """Sort what a leg raised."""
+    return LegFault(Fault.NOT_SENT if isinstance(error, NotSent) else Fault.BROKEN, engine, str(error))
 
 
-CLIENT_ERRORS = (aiohttp.ClientError, TimeoutError, OSError, AnswerError)
+LEG_ERRORS = (NotSent, Broken, AnswerError)
 """What a leg can raise besides cancellation."""
 
+CLIENT_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
+"""What aiohttp's client can raise besides cancellation."""
 
-async def prefill(
-    session: aiohttp.ClientSession, engine: Engine, path: str, body: bytes, headers: Mapping[str, str]
-) -> Prefilled:
+
+async def prefill(upstream: Upstream, engine: Engine, path: str, body: bytes, headers: Mapping[str, str]) -> Prefilled:
     """Send P's leg and read its answer. Raises LegFault."""
     engine.in_flight += 1
     try:
-        async with session.post(engine.url + path, data=body, headers=headers, allow_redirects=False) as answer:
+        with await upstream.post(engine.url, path, body, headers) as answer:
             raw = await answer.read()
             params = None
             if answer.status < 400:
                 _, params = strip_document(raw)
             return Prefilled(answer.status, raw, answer.content_type, params)
-    except CLIENT_ERRORS as error:
+    except LEG_ERRORS as error:
         raise fault_of(error, engine) from None
     finally:
         engine.in_flight -= 1

@@ -23,6 +23,7 @@ from kvtune_router.errors import RequestError, error_response
 from kvtune_router.identity import Identifier
 from kvtune_router.legs import CLIENT_ERRORS
 from kvtune_router.turn import TurnServer
+from kvtune_router.upstream import Upstream
 from kvtune_telemetry import events
 from kvtune_telemetry.clock import Clock, clock_from_spec
 from kvtune_telemetry.exposition import render
@@ -82,6 +83,7 @@ class Router:
         self.port = config.port
         self.metrics_port = config.metrics_port
         self._session: aiohttp.ClientSession | None = None
+        self._upstream: Upstream | None = None
         self._turns: TurnServer | None = None
         self._runners: list[web.AppRunner] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -98,9 +100,12 @@ class Router:
             auto_decompress=True,
             read_bufsize=256 * 1024,
         )
+        self._upstream = Upstream(
+            connect_timeout=self.config.connect_timeout, read_timeout=self.config.read_timeout, keep=_KEEPALIVE_S
+        )
         self._turns = TurnServer(
             config=self.config,
-            session=self._session,
+            upstream=self._upstream,
             fleet=self.fleet,
             store=self.store,
             identifier=self.identifier,
@@ -151,6 +156,8 @@ class Router:
         await asyncio.gather(*(runner.cleanup() for runner in self._runners))
         self._runners = []
         self.store.close()
+        if self._upstream is not None:
+            self._upstream.close()
         if self._session is not None:
             await self._session.close()
         self.tracing.shutdown()

@@ -16,7 +16,6 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 from aiohttp import web
 
 from kvtune_connector.wire import Report, has_fingerprint, read_incarnation, read_report, read_ttl_s
@@ -26,9 +25,10 @@ from kvtune_router.conversations import Arrival, ConversationStore, Reference
 from kvtune_router.engines import Engine, Fleet
 from kvtune_router.errors import RequestError, error_body
 from kvtune_router.identity import Identifier, Identity, IdentityError
-from kvtune_router.legs import CLIENT_ERRORS, Fault, LegFault, Prefilled, fault_of, prefill
+from kvtune_router.legs import LEG_ERRORS, Fault, LegFault, Prefilled, fault_of, prefill
 from kvtune_router.requests import TurnRequest, decode_body, parse_turn, prefill_body, without_ids
 from kvtune_router.resume import Diverged, Resumer
+from kvtune_router.upstream import Answer, Upstream
 from kvtune_telemetry import events
 from kvtune_telemetry.clock import Clock
 from kvtune_telemetry.recorder import RouterRecorder
@@ -102,13 +102,13 @@ class _Turn:
 
 
 class TurnServer:
-    """Serves turns with one client session, one store, one fleet and one recorder."""
+    """Serves turns with one client, one store, one fleet and one recorder."""
 
     def __init__(
         self,
         *,
         config: RouterConfig,
-        session: aiohttp.ClientSession,
+        upstream: Upstream,
         fleet: Fleet,
         store: ConversationStore,
         identifier: Identifier,
@@ -117,7 +117,7 @@ class TurnServer:
         clock: Clock,
     ) -> None:
         self._config = config
-        self._session = session
+        self._upstream = upstream
         self._fleet = fleet
         self._store = store
         self._identifier = identifier
@@ -313,7 +313,7 @@ class TurnServer:
         headers.update(span.headers)
         result = "cancelled"
         try:
-            answer = await prefill(self._session, engine, turn.path, body, headers)
+            answer = await prefill(self._upstream, engine, turn.path, body, headers)
             result = "ok" if answer.status < 400 else "refused"
             return answer
         except LegFault as fault:
@@ -355,9 +355,7 @@ class TurnServer:
         begun = self._clock.now()
         engine.in_flight += 1
         try:
-            async with self._session.post(
-                engine.url + turn.path, data=body, headers=headers, allow_redirects=False
-            ) as answer:
+            with await self._upstream.post(engine.url, turn.path, body, headers) as answer:
                 del body
                 head_s = self._clock.now()
                 turn.phases[Phase.HANDOFF] = turn.phases.get(Phase.HANDOFF, 0.0) + head_s - begun
@@ -369,9 +367,7 @@ class TurnServer:
                 response = await relay(turn, request, answer, head_s)
                 result = "ok"
                 return response
-        except CLIENT_ERRORS as error:
-            if isinstance(error, _ClientGone):
-                raise
+        except LEG_ERRORS as error:
             result = "failed"
             fault = fault_of(error, engine)
             span.end(error=str(fault))
@@ -390,7 +386,7 @@ class TurnServer:
         """What to ask of D: nothing kept for what cannot come back or is held out, else the configured time, if any."""
         return 0.0 if turn.held_out or turn.arrival is None else self._config.retain
 
-    async def _refuse(self, turn: _Turn, engine: Engine, answer: aiohttp.ClientResponse) -> None:
+    async def _refuse(self, turn: _Turn, engine: Engine, answer: Answer) -> None:
         raw = await answer.read()
         refusal = Prefilled(answer.status, raw, answer.content_type, None)
         others = self._fleet.pick(Role.DECODE, exclude=[engine]) is not None
@@ -408,7 +404,7 @@ class TurnServer:
         return headers
 
     async def _relay_document(
-        self, turn: _Turn, request: web.Request, answer: aiohttp.ClientResponse, head_s: float
+        self, turn: _Turn, request: web.Request, answer: Answer, head_s: float
     ) -> web.StreamResponse:
         document, params = strip_document(await answer.read())
         if turn.response is not None:
@@ -429,7 +425,7 @@ class TurnServer:
         return response
 
     async def _relay_stream(
-        self, turn: _Turn, request: web.Request, answer: aiohttp.ClientResponse, head_s: float
+        self, turn: _Turn, request: web.Request, answer: Answer, head_s: float
     ) -> web.StreamResponse:
         stripper = StreamStripper()
         resumer: Resumer | None = None
@@ -438,7 +434,7 @@ class TurnServer:
                 resumer = Resumer(b"".join(turn.relayed))
                 if turn.relayed and not turn.relayed[-1].endswith(b"\n\n"):
                     await self._send(turn, request, answer, b"\n", head_s)
-            async for data in answer.content.iter_any():
+            while data := await answer.some():
                 lines = stripper.feed(data)
                 if stripper.error and turn.response is None:
                     raise LegFault(Fault.BROKEN, _engine(turn), "answered with an error event")
@@ -464,15 +460,13 @@ class TurnServer:
             raise _ClientGone from None
         return response
 
-    async def _send(
-        self, turn: _Turn, request: web.Request, answer: aiohttp.ClientResponse, lines: bytes, head_s: float
-    ) -> None:
+    async def _send(self, turn: _Turn, request: web.Request, answer: Answer, lines: bytes, head_s: float) -> None:
         if not lines:
             return
         try:
             if turn.response is None:
                 headers = self._client_headers(turn)
-                headers["Content-Type"] = answer.headers.get("Content-Type", "text/event-stream")
+                headers["Content-Type"] = answer.header(b"content-type", "text/event-stream")
                 headers["Cache-Control"] = "no-cache"
                 response = web.StreamResponse(status=answer.status, headers=headers)
                 await response.prepare(request)
