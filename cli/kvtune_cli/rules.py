@@ -33,14 +33,20 @@ def render(
     format: Annotated[
         RulesFormat, typer.Option("--format", help="prometheus: rule files; crd: PrometheusRule; both.")
     ] = RulesFormat.BOTH,
+    tests: Annotated[
+        bool, typer.Option("--tests", help="Also the tests for promtool, which are made for the default thresholds.")
+    ] = False,
 ) -> None:
     """Write the rule files, and print their paths."""
     from kvtune_dashboards import rules
 
-    files = rules.render(_config(config), format.value)
+    if tests and (config is not None or format is RulesFormat.CRD):
+        fail("--tests are made for the default thresholds and Prometheus' files; leave --config and crd out", code=2)
+    files = rules.render(_config(config), format.value) | (rules.render_tests() if tests else {})
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
+            (out / name).parent.mkdir(exist_ok=True)
             (out / name).write_text(text, encoding="utf-8")
             typer.echo(out / name)
     except OSError as error:
@@ -56,20 +62,23 @@ def check(
 ) -> None:
     """Compare DIR with what would be rendered, and check rules, alerts and runbooks (in DIR/../runbooks).
 
-    Uses promtool too where it is on PATH.
+    Uses promtool too where it is on PATH. DIR/tests is compared where it is there and thresholds are the defaults.
     """
-    from kvtune_dashboards import rules
+    from kvtune_dashboards import rules, runbooks
 
     chosen = _config(config)
     if not directory.is_dir():
         fail(f"{directory} is no directory; name the one that `kvtune rules render --out` wrote", code=2)
     files = rules.render(chosen, format.value)
     found = rules.drift(files, directory) + rules.lint(chosen)
-    runbooks = directory.resolve().parent / "runbooks"
-    if runbooks.is_dir():
-        found += rules.runbook_findings(chosen, runbooks)
+    if config is None and (directory / rules.TESTS).is_dir():
+        tests = rules.render_tests()
+        found += rules.drift(tests, directory) + rules.left_over(tests, directory)
+    pages = directory.resolve().parent / "runbooks"
+    if pages.is_dir():
+        found += runbooks.runbook_findings(chosen, pages, _router_flags())
     else:
-        typer.echo(f"kvtune: no runbooks at {runbooks}: not checked", err=True)
+        typer.echo(f"kvtune: no runbooks at {pages}: not checked", err=True)
     with tempfile.TemporaryDirectory() as scratch:
         said = rules.promtool_findings(files, Path(scratch))
     if said is None:
@@ -80,6 +89,16 @@ def check(
     if found:
         fail(f"{len(found)} finding{'s' if len(found) > 1 else ''}")
     typer.echo("kvtune: rules, alerts and files agree", err=True)
+
+
+def _router_flags() -> frozenset[str]:
+    """The flags that a runbook may tell to set, and those of the commands here."""
+    from kvtune_cli.router import router
+
+    app = typer.Typer()
+    app.command()(router)
+    command = typer.main.get_command(app)
+    return frozenset(flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts))
 
 
 def _config(path: Path | None) -> RulesConfig:

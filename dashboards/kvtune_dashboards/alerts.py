@@ -133,9 +133,14 @@ _TOKENS = '{{ printf "%.0f" $value }}'
 _SHARE = "{{ $value | humanizePercentage }}"
 
 
-def _asked(query: str, show: str) -> str:
-    """A template that shows the first result of a query with `%s` for the job, or nothing."""
-    return f'{{{{ with printf "{query}" $labels.job | query }}}}{show}{{{{ end }}}}'
+def _asked(query: str, show: str, keys: tuple[str, ...]) -> str:
+    """A template that shows the first result of a query, or nothing.
+
+    `%s` in the query stands for matchers of the alert's own values of `keys`.
+    """
+    matchers = ",".join(f"{label}='%s'" for label in keys)
+    values = " ".join(f"$labels.{label}" for label in keys)
+    return f'{{{{ with printf "{query.replace("%s", matchers)}" {values} | query }}}}{show}{{{{ end }}}}'
 
 
 def _late_read(a: _Alerts) -> None:
@@ -190,18 +195,16 @@ def _expired(a: _Alerts) -> None:
         sum_by(a.rec("kvtune:ttl_seconds:factor", factor="1"), *a.job)
     )
     late = a.rec("kvtune:followup_turns_expired:ratio").over(limit.expired_ratio)
-    share = _asked("kvtune:followup_turns_expired:ratio{job='%s'}", "{{ . | first | value | humanizePercentage }}")
-    now = _asked("kvtune:ttl_seconds:factor{job='%s',factor='1'}", '{{ . | first | value | printf "%.0f" }}')
+    share = _asked("kvtune:followup_turns_expired:ratio{%s}", "{{ . | first | value | humanizePercentage }}", a.job)
+    now = _asked("kvtune:ttl_seconds:factor{%s,factor='1'}", '{{ . | first | value | printf "%.0f" }}', a.job)
     a.add(
         "KvtuneExpiredReadsHigh", "warning", limit.expired_for,
         advised.where(late, a.job).where(a.busy(), a.job),
         summary="Too many follow-up turns come after their KV was given up",
         description=f"{share} of the follow-up turns of {_AT} came too late and were computed again. Raise "
-        f"decoder_kv_blocks_ttl of decode from {now} s to {_TTL} (or kvtune router --retain, without a restart). If "
-        "that "
-        "is the TTL in force, the pool has no room for a longer one. If prefill declines reads, the router believes "
-        "in a "
-        "longer life than decode gives: lower kvtune router --ttl.",
+        f"decoder_kv_blocks_ttl of decode from {now} s to {_TTL} (or kvtune router --retain, within decode's "
+        "max_retain_s and without its restart). If that is the TTL in force, the pool has no room for a longer one. If "
+        "prefill declines reads, the router believes in a longer life than decode gives: lower kvtune router --ttl.",
         value="TTL to set, s", floor="alerts.turns_floor", board="reuse", panel="Follow-up turns that came too late",
     )  # fmt: skip
 
@@ -223,8 +226,7 @@ def _crowded(a: _Alerts) -> None:
         summary="KV kept for turns to come crowds out requests that wait",
         description=f"Decode engines behind {_AT} hold more than {limit.retained_share:.0%} of their KV pool for turns "
         f"that may come, while requests wait. Lower decoder_kv_blocks_ttl to {_TTL} (or kvtune router --retain, "
-        "without "
-        f"a restart): that keeps about {a.config.advice.pool_share:.0%} of the pool.",
+        f"without its restart): that keeps about {a.config.advice.pool_share:.0%} of the pool.",
         value="TTL to set, s", floor="alerts.retained_waiting", board="retention", panel="Share of the KV pool",
     )  # fmt: skip
 
@@ -239,7 +241,7 @@ def _fetch_slower(a: _Alerts) -> None:
     advised, in_force = _threshold(a)
     losing = by("min", a.rec("kvtune:fetch_gain_seconds:mean"), *a.model).under(0)
     fetched = sum_by(rate(a.of("kvtune_path_observations_total", path=Path.FETCH.value), w), *a.model)
-    now = _asked("kvtune:threshold_tokens:in_force{job='%s'}", '{{ . | first | value | printf "%.0f" }}')
+    now = _asked("kvtune:threshold_tokens:in_force{%s}", '{{ . | first | value | printf "%.0f" }}', a.model)
     a.add(
         "KvtuneFetchSlowerThanRecompute", "warning", limit.threshold_for,
         advised.over(in_force * limit.threshold_factor).where(losing).where(fetched.over(limit.reads_floor)),
@@ -260,7 +262,7 @@ def _fetch_faster(a: _Alerts) -> None:
         a.rec("kvtune:history_tokens:rate", decision=Decision.RECOMPUTE.value, reason=Reason.BELOW_THRESHOLD.value),
         *a.model,
     ).over(limit.skipped_floor)
-    now = _asked("kvtune:threshold_tokens:in_force{job='%s'}", '{{ . | first | value | printf "%.0f" }}')
+    now = _asked("kvtune:threshold_tokens:in_force{%s}", '{{ . | first | value | printf "%.0f" }}', a.model)
     a.add(
         "KvtuneRecomputeWhereFetchIsFaster", "info", limit.threshold_for,
         advised.under(in_force / limit.threshold_factor).where(skipped),
@@ -311,9 +313,9 @@ def _nothing(a: _Alerts) -> None:
         for n, (outcome, text) in enumerate(_WHY_NOTHING)
     )
     untried = "|".join((Outcome.FIRST, Outcome.HIT, Outcome.DISABLED, Outcome.ERROR))
-    query = f"topk(1, sum by (outcome) (kvtune:turns:rate{{job='%s',outcome!~'{untried}'}}))"
+    query = f"topk(1, sum by (outcome) (kvtune:turns:rate{{%s,outcome!~'{untried}'}}))"
     why = _asked(
-        query, f'{{{{ $why := . | first | label \\"outcome\\" }}}} Mostly {{{{ $why }}}}{causes}{{{{ end }}}}.'
+        query, f'{{{{ $why := . | first | label \\"outcome\\" }}}} Mostly {{{{ $why }}}}{causes}{{{{ end }}}}.', a.job
     )
     a.add(
         "KvtuneNothingReused", "warning", limit.nothing_for, none.otherwise(unknown),

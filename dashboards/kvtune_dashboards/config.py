@@ -43,7 +43,8 @@ def parse_duration(text: object, where: str) -> float:
     if isinstance(text, str):
         parts = _PARTS.findall(text)
         if parts and "".join(number + unit for number, unit in parts) == text:
-            return sum(float(number) * _UNITS[unit] for number, unit in parts)
+            # Rounded, as 1640 ms would not be the edge 1.64 of a histogram, and no bucket of it would be found.
+            return round(sum(float(number) * _UNITS[unit] for number, unit in parts), 9)
         if text == "0":
             return 0.0
     raise ConfigError(f"{where}: {text!r} is no duration; write a number with its unit, like 30m, 15s or 1h30m")
@@ -350,6 +351,8 @@ def _value(value: object, metadata: Mapping[str, Any], where: str) -> Any:
         found = parse_duration(value, where)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         found = float(value)
+        if math.isinf(found):
+            raise ConfigError(f"{where}: {value} can never be reached; expected a finite number")
     else:
         raise ConfigError(f"{where}: expected a number, found {value!r}")
     low, high = metadata["low"], metadata["high"]
@@ -424,14 +427,18 @@ def _check_slo(config: RulesConfig) -> None:
         near = sorted(TTFT_SECONDS, key=lambda edge: abs(edge - slo.bound))[:2]
         raise ConfigError(
             f"ttft_slo.bound: {slo.bound:g} s is no edge of the TTFT histogram; the nearest are "
-            f"{' and '.join(duration(edge) for edge in sorted(near))}"
+            f"{' and '.join(f'{edge * 1000:g}ms' for edge in sorted(near))}"
         )
     if slo.turns not in ("all", "first", "followup"):
         raise ConfigError(f"ttft_slo.turns: {slo.turns!r} is none of all, first, followup")
+    seen: set[tuple[str, float, float]] = set()
     for burn in slo.burns:
         named = f"the burn rate over {duration(burn.long)}"
-        if burn.factor <= 0:
+        if not burn.factor > 0:
             raise ConfigError(f"ttft_slo.burns: {named} has factor {burn.factor:g}; it must be above 0")
+        if (burn.severity, burn.long, burn.short) in seen:
+            raise ConfigError(f"ttft_slo.burns: {named} is there twice as {burn.severity} with the same short window")
+        seen.add((burn.severity, burn.long, burn.short))
         if burn.factor * (1 - slo.target) >= 1:
             raise ConfigError(
                 f"ttft_slo.burns: {named} can never fire: factor {burn.factor:g} times the {1 - slo.target:.4g} of "

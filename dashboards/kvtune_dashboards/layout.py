@@ -1,7 +1,8 @@
 """Places panels on Grafana's grid of 24 columns, and numbers them.
 
 A section is a row's head and the panels under it. Panels flow from left to right and wrap; a line is as high as its
-highest panel. Ids are made from titles, so that links to a panel outlive others being added, moved or taken away.
+highest panel or column of panels; the lint finds what leaves a hole. Ids are made from titles, so that links to a panel
+outlive others being added, moved or taken away.
 """
 
 from __future__ import annotations
@@ -26,11 +27,19 @@ class Sized:
 
 
 @dataclass(frozen=True, slots=True)
+class Column:
+    """Panels that flow in a part of a line: beside a panel as high as they are together."""
+
+    width: int
+    panels: Sequence[Sized | Column]
+
+
+@dataclass(frozen=True, slots=True)
 class Section:
     """Panels under one head; without a title they stand at the top of the board, under none."""
 
     title: str
-    panels: Sequence[Sized]
+    panels: Sequence[Sized | Column]
     collapsed: bool = False
 
 
@@ -69,20 +78,28 @@ def place(sections: Sequence[Section]) -> list[Panel]:
     return placed
 
 
-def _flow(panels: Sequence[Sized], y: int) -> tuple[list[Panel], int]:
-    flowed = []
+def _flow(panels: Sequence[Sized | Column], y: int, left: int = 0, columns: int = COLUMNS) -> tuple[list[Panel], int]:
+    """The panels placed from `left` on in so many columns, and the first free line below them."""
+    flowed: list[Panel] = []
     x = tallest = 0
-    for sized in panels:
-        if not 0 < sized.width <= COLUMNS or sized.height < 1:
-            raise ValueError(
-                f"panel {sized.panel['title']!r} is {sized.width} by {sized.height}; the grid is {COLUMNS} wide"
-            )
-        if x + sized.width > COLUMNS:
+    for one in panels:
+        if isinstance(one, Column):
+            what, height = "a column of panels", 1
+        else:
+            what, height = f"panel {one.panel['title']!r}", one.height
+        if not 0 < one.width <= columns or height < 1:
+            raise ValueError(f"{what} is {one.width} by {height}; the grid is {columns} wide")
+        if x + one.width > columns:
             x, y, tallest = 0, y + tallest, 0
-        where = _position(x, y, sized.width, sized.height)
-        flowed.append({"id": panel_id(sized.panel["title"]), "gridPos": where, **sized.panel})
-        x += sized.width
-        tallest = max(tallest, sized.height)
+        if isinstance(one, Column):
+            inside, below = _flow(one.panels, y, left + x, one.width)
+            flowed += inside
+            height = below - y
+        else:
+            where = _position(left + x, y, one.width, one.height)
+            flowed.append({"id": panel_id(one.panel["title"]), "gridPos": where, **one.panel})
+        x += one.width
+        tallest = max(tallest, height)
     return flowed, y + tallest
 
 

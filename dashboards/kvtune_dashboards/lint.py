@@ -30,23 +30,24 @@ BUILT_IN = re.compile(r"__\w+|timeFilter")
 UNITS: Mapping[str, Dimension | None] = {
     "s": {"second": 1},
     "ms": {"second": 1},
-    "suffix: s": {"second": 1},
+    "suffix:s": {"second": 1},
     "dtdurations": {"second": 1},
     "bytes": {"byte": 1},
     "decbytes": {"byte": 1},
     "Bps": {"byte": 1, "second": -1},
     "binBps": {"byte": 1, "second": -1},
     "percentunit": {},
-    "suffix: s/s": {},
-    "suffix: x": {},
+    "suffix:s/s": {},
+    "suffix:x": {},
     "reqps": {"count": 1, "second": -1},
     "ops": {"count": 1, "second": -1},
     "cps": {"count": 1, "second": -1},
-    "suffix: turns/s": {"count": 1, "second": -1},
+    "suffix:turns/s": {"count": 1, "second": -1},
     "si:tok/s": {"count": 1, "second": -1},
-    "suffix: tokens": None,
-    "si:tokens": None,
+    "suffix:tokens": None,
+    "si:tok": None,
     "short": None,
+    "locale": None,
     "none": None,
     "dateTimeFromNow": None,
     "bool_yes_no": None,
@@ -54,6 +55,15 @@ UNITS: Mapping[str, Dimension | None] = {
 }
 """Units the boards use (ids of Grafana's, or its `suffix:` and `si:` forms), and the dimension each is for; None where
 the unit says nothing but must not stand for seconds or bytes."""
+RATES = frozenset(unit for unit, means in UNITS.items() if means and means.get("second") == -1) | {"suffix:s/s"}
+"""Units of what goes on by the second: idle is 0."""
+JUDGEMENTS = frozenset({"green", "orange", "red"})
+"""Colours that say well, fair or bad."""
+SCREEN_PX = 1600
+"""Width (px) of the screen on which every title must be readable."""
+_LETTERS = {0.29: " .,:;'|!ijl", 0.37: "tfrI()-/1", 0.86: "mwMW%", 0.66: "ABCDEFGHJKLNOPQRSTUVXYZ"}
+_LETTER = {letter: width for width, letters in _LETTERS.items() for letter in letters}
+"""Widths of Inter's letters, of the size of the type; the others are 0.58."""
 PER_COUNT = frozenset({"second", "byte"})
 """Dimensions that a panel must show by a unit of their own."""
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::\w+)?\}|(\w+))")
@@ -125,6 +135,16 @@ def queries(board: Mapping[str, Any]) -> Iterator[Query]:
         if not annotation.get("builtIn"):
             expr = str(annotation.get("expr", ""))
             yield Query(f"annotation {annotation.get('name')}", "-", expr, annotation, None)
+
+
+def title_px(title: str) -> float:
+    """How wide (px) a panel's title is in Grafana's type, by and large."""
+    return 14 * sum(_LETTER.get(letter, 0.58) for letter in title)
+
+
+def room_px(columns: int) -> float:
+    """How much of a panel's head (px) is left for its title beside the mark of its description."""
+    return SCREEN_PX * 0.98 / COLUMNS * columns - 8 - 56
 
 
 _Found = Iterator[tuple[str, str, str]]
@@ -220,6 +240,54 @@ def _of_grid(board: Mapping[str, Any]) -> _Found:
                 if all(place[a] < where[a] + where[b] and where[a] < place[a] + place[b] for a, b in ("xw", "yh")):
                     yield title, "grid-overlap", f"lies over {other!r}"
             taken.append((title, place))
+    for group in _sections(board):
+        yield from _holes(group)
+
+
+def _sections(board: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]]:
+    """Panels that stand together: above the first row, and below each."""
+    top: list[Mapping[str, Any]] = []
+    for panel in board.get("panels", ()):
+        if panel.get("type") == "row":
+            yield top
+            yield list(panel.get("panels", ()))
+            top = []
+        else:
+            top.append(panel)
+    yield top
+
+
+def _holes(panels: Sequence[Mapping[str, Any]]) -> _Found:
+    """Empty cells: above them Grafana pulls panels up, and beside them a line looks torn."""
+    places = [panel.get("gridPos") or {} for panel in panels]
+    if not places or any(not isinstance(place.get(side), int) for place in places for side in "xywh"):
+        return
+    covered = {
+        (x, y)
+        for place in places
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    }
+    first, last = min(place["y"] for place in places), max(place["y"] + place["h"] for place in places)
+    empty = sorted((y, x) for y in range(first, last) for x in range(COLUMNS) if (x, y) not in covered)
+    if empty:
+        y, x = empty[0]
+        # The one above that ends too soon, else the one at its left, else the one it lies before.
+        near = max(
+            panels,
+            key=lambda panel: (
+                _at(panel, "x", x) and panel["gridPos"]["y"] + panel["gridPos"]["h"] == y,
+                _at(panel, "y", y) and panel["gridPos"]["x"] + panel["gridPos"]["w"] == x,
+                _at(panel, "y", y),
+            ),
+        )
+        yield str(near.get("title")), "grid-hole", f"leaves {len(empty)} cells empty, from column {x} of line {y} on"
+
+
+def _at(panel: Mapping[str, Any], side: str, cell: int) -> bool:
+    """Whether the panel stretches over this column (`x`) or line (`y`)."""
+    place = panel["gridPos"]
+    return bool(place[side] <= cell < place[side] + place["w" if side == "x" else "h"])
 
 
 def _of_panel(panel: Mapping[str, Any], known: Mapping[str, Series], variables: set[str]) -> Iterator[tuple[str, str]]:
@@ -228,6 +296,9 @@ def _of_panel(panel: Mapping[str, Any], known: Mapping[str, Series], variables: 
     description = str(panel.get("description") or "")
     if not description.strip():
         yield "description", "has no description"
+    columns, wide = (panel.get("gridPos") or {}).get("w"), title_px(str(panel.get("title") or ""))
+    if isinstance(columns, int) and wide > room_px(columns):
+        yield "title-width", f"is cut: its title is some {wide:.0f} px, {room_px(columns):.0f} fit"
     if panel.get("type") == "text":
         return
     targets = panel.get("targets") or ()
@@ -263,8 +334,46 @@ def _of_values(panel: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterato
     if panel.get("type") == "heatmap":
         return
     special = [m.get("options", {}) for m in defaults.get("mappings", ()) if m.get("type") == "special"]
-    if not any(one.get("match") in ("nan", "null+nan") for one in special):
-        yield "no-value", "does not map NaN to words"
+    empty = [one.get("result", {}) for one in special if one.get("match") == "null+nan"]
+    if not empty:
+        yield "no-value", "does not map nothing and NaN (null+nan) to words"
+    steps = defaults.get("thresholds", {}).get("steps") or [{}]
+    if steps[0].get("color") in JUDGEMENTS and not any(_quiet(one.get("color")) for one in empty):
+        yield (
+            "no-value-colour",
+            f"is {steps[0]['color']} where there is nothing to judge: map null+nan to a quiet colour",
+        )
+    if panel.get("type") == "timeseries":
+        custom = defaults.get("custom", {})
+        bounded = defaults.get("max") is not None or custom.get("axisSoftMax") is not None
+        if (
+            str(defaults.get("unit")) in RATES
+            and not bounded
+            and custom.get("scaleDistribution", {}).get("type") != "log"
+        ):
+            yield "axis", "needs axisSoftMax: where all is 0 its axis reaches to 100"
+
+
+def _quiet(colour: Any) -> bool:
+    return bool(colour) and colour not in JUDGEMENTS
+
+
+def _raw_words(panel: Mapping[str, Any], target: Mapping[str, Any], series: Sequence[Series]) -> Iterator[str]:
+    """Words of the vocabulary that a legend would show as they are, with their underscores."""
+    legend = re.fullmatch(r"\{\{\s*(\w+)\s*\}\}", str(target.get("legendFormat") or ""))
+    if legend is None or target.get("format") == "table":
+        return
+    renamed = {
+        override["matcher"]["options"]
+        for override in panel.get("fieldConfig", {}).get("overrides", ())
+        if any(change.get("id") == "displayName" for change in override.get("properties", ()))
+    }
+    words = {word for one in series for word in one.values.get(legend[1], ()) if word}
+    shown = {word for word in words if "_" in word and word not in renamed}
+    # What the query asks for by name is all that can come.
+    chosen = [match[1].split("|") for match in re.finditer(rf'{legend[1]}=~?"([^"]*)"', str(target.get("expr")))]
+    asked = {word for words in chosen for word in words}
+    yield from sorted(shown & asked if asked else shown)
 
 
 def _meaning(target: Mapping[str, Any], known: Mapping[str, Series]) -> Meaning:
@@ -289,6 +398,8 @@ def _of_target(
             yield "legend", f"legend names {label}; the query leaves {_words(meaning.shape.labels)}", meaning
         elif label not in meaning.shape.labels and meaning.shape.maybe and label != "__name__":
             yield "legend", f"legend names {label}, which no series of the query has", meaning
+    for word in _raw_words(panel, target, meaning.series):
+        yield "raw-word", f"shows the vocabulary's {word!r}: give it a displayName", meaning
     if panel.get("type") == "heatmap":
         if target.get("format") != "heatmap":
             yield "heatmap", "format must be heatmap, or buckets are drawn as they are: cumulated", meaning

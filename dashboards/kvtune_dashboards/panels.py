@@ -3,7 +3,7 @@
 A panel made here has everything but its place: `kvtune_dashboards.layout` adds `id` and `gridPos`. Every panel says in
 its description what it answers and which metrics it reads; an empty or NaN answer reads "No traffic". Colour means
 judgement and comes with `thresholds`; without them a panel is neutral. A word of the vocabulary has one colour on all
-boards (`COLOURS`).
+boards (`COLOURS`). A line is as thick as it matters: dashed is a setting, a bound or another day, dotted a median.
 """
 
 from __future__ import annotations
@@ -23,6 +23,22 @@ at least, which holds two samples up to a scrape interval of a minute, whatever 
 NO_TRAFFIC = "No traffic"
 NEUTRAL = "blue"
 GOOD, FAIR, BAD, QUIET = "green", "orange", "red", "#8e8e8e"
+BLANK = "#4d535c"
+"""Behind the words of a judged tile that has no answer: nothing to show is no judgement."""
+SOFT_MOST: Mapping[str, float] = {
+    "reqps": 0.1,
+    "ops": 0.1,
+    "cps": 0.1,
+    "suffix:turns/s": 0.1,
+    "suffix:s/s": 0.1,
+    "si:tok/s": 10,
+    "binBps": 2**20,
+    "Bps": 1e6,
+    "percentunit": 0.1,
+    "short": 4,
+    "si:tok": 1000,
+}
+"""How far an axis reaches at least, by unit: one where all is 0 would reach to 100 of whatever it is."""
 
 COLOURS: Mapping[str, str] = {
     # what became of a turn
@@ -56,6 +72,31 @@ COLOURS: Mapping[str, str] = {
     # kinds of turns
     "followup": "#b877d9",
     "miss": "#ff780a",
+    # why prefill computed a history again, beside the outcomes of those names
+    "below_threshold": "#3274d9",
+    "explored": "#8ab8ff",
+    # what the time to first token is made of
+    "route": "#9fa7b3",
+    "prefill": "#3274d9",
+    "handoff": "#b877d9",
+    "first_token": "#e0b400",
+    # why decode retained nothing
+    "unwanted": "#9fa7b3",
+    # why a turn brought no reference
+    "stop_string": "#e0b400",
+    "client_gone": "#9fa7b3",
+    "not_sent": "#a352cc",
+    # how a reference left the router
+    "handed_over": "#37872d",
+    "superseded": "#8ab8ff",
+    "lost": "#890f02",
+    "shutdown": "#5a6470",
+    # what a router tried again
+    "without_reference": "#ff780a",
+    "other_prefill": "#8ab8ff",
+    "other_decode": "#3274d9",
+    "decode_alone": "#a352cc",
+    "resumed": "#37872d",
 }
 """The colour of a word, on every board."""
 
@@ -84,8 +125,33 @@ WORDS: Mapping[str, str] = {
     "aborted": "dropped by engine",
     "d2p": "D to P (history read back)",
     "p2d": "P to D (hand-over)",
+    "below_threshold": "below the threshold",
+    "explored": "tried on purpose",
+    "route": "routing",
+    "prefill": "prefill",
+    "handoff": "hand-over",
+    "first_token": "first token",
+    "unwanted": "router wants none",
+    "stop_string": "stop string",
+    "client_gone": "client left",
+    "not_sent": "engine sent none",
+    "handed_over": "handed over (good)",
+    "superseded": "replaced by a newer one",
+    "lost": "lost on the way",
+    "shutdown": "router stopped",
+    "without_reference": "without the reference",
+    "other_prefill": "other prefill engine",
+    "other_decode": "other decode engine",
+    "decode_alone": "decode alone",
+    "resumed": "resumed",
 }
 """How a word is shown, on every board; the vocabulary's own word stays in the legend's place of the query."""
+
+SIZES = (
+    "#deeaff", "#a9c7ff", "#6e9fff", "#3274d9", "#5ec4c4", "#37872d", "#96d98d", "#e0b400", "#fade2a", "#ff9830",
+    "#ff5705", "#f2495c", "#b877d9",
+)  # fmt: skip
+"""Colours of size classes, small to large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +191,16 @@ class Look:
     """Name of a series -> what is shown in its stead."""
     units: Mapping[str, str] = field(default_factory=dict)
     """Name of a series, or of a table's column -> unit."""
+    digits: Mapping[str, int] = field(default_factory=dict)
+    """Name of a series, or of a table's column -> decimals."""
+    soft_most: float | None = None
+    """How far the axis of a time series reaches at least; None: as its unit has it in `SOFT_MOST`."""
     links: Sequence[tuple[str, str]] = ()
     """(title, URL) offered at a click on a value."""
     no_value: str = NO_TRAFFIC
     """What is shown where the query has no answer."""
+    no_cell: str | None = None
+    """What is shown in a table's cell that has no value; None: `no_value`."""
 
 
 _PLAIN = Look()
@@ -136,12 +208,12 @@ _PLAIN = Look()
 
 def seconds_setting() -> str:
     """The unit of a setting in seconds: the number as it is set, not "8 mins"."""
-    return "suffix: s"
+    return "suffix:s"
 
 
 def tokens() -> str:
     """The unit of a number of tokens as it is set."""
-    return "suffix: tokens"
+    return "suffix:tokens"
 
 
 def stat(
@@ -159,9 +231,10 @@ def stat(
     `sparkline` draws the history behind the number; its queries must not be instant.
     """
     panel = _panel("stat", title, description, targets)
-    panel["fieldConfig"] = _fields(unit, look)
+    judged = bool(look.thresholds or look.words)
+    panel["fieldConfig"] = _fields(unit, look, empty=BLANK if judged else QUIET)
     panel["options"] = {
-        "colorMode": "background_solid" if look.thresholds or look.words else "value",
+        "colorMode": "background_solid" if judged else "value",
         "graphMode": "area" if sparkline else "none",
         "justifyMode": "auto",
         "orientation": "auto",
@@ -183,11 +256,13 @@ def bar_gauge(title: str, description: str, unit: str, targets: Sequence[Target]
         "maxVizHeight": 300,
         "minVizHeight": 16,
         "minVizWidth": 8,
-        "namePlacement": "auto",
+        "namePlacement": "left",
         "orientation": "horizontal",
         "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
         "showUnfilled": False,
         "sizing": "auto",
+        # A larger name is cut where bars are thin: Grafana reckons its room by their height.
+        "text": {"titleSize": 12, "valueSize": 18},
         "valueMode": "text",
         "legend": {"showLegend": False, "displayMode": "list", "placement": "bottom", "calcs": []},
     }
@@ -203,8 +278,12 @@ def timeseries(
     *,
     stack: Literal["none", "normal", "percent"] = "none",
     log: bool = False,
+    area: bool = False,
+    steps: bool = False,
+    sparse: bool = False,
     dashed: Sequence[str] = (),
-    legend: Literal["list", "table"] = "list",
+    dotted: Sequence[str] = (),
+    legend: Literal["bottom", "right", "table"] = "bottom",
 ) -> Panel:
     """Lines over time, or stacked areas.
 
@@ -213,30 +292,40 @@ def timeseries(
         description: What it answers, its metrics in backticks.
         unit: A Grafana unit.
         targets: The queries.
-        look: Colours, names and bounds.
+        look: Colours, names and bounds. Without bounds the axis begins at 0, or below where a value is.
         stack: "normal" adds the series up, "percent" shows their shares.
         log: Logarithmic axis.
-        dashed: Names of series that are settings or bounds, drawn as dashed lines without filling.
-        legend: "table" adds the last value and the mean to each name.
+        area: Fill what lies under the lines; for one line, or where they do not cross.
+        steps: Steps instead of slopes, for what is counted in the minutes before.
+        sparse: Draw a sample that stands alone, as a point no larger than the line is wide.
+        dashed: Names of series that are settings, bounds or another day, drawn as dashed lines without filling.
+        dotted: Names of series that are medians beside a high percentile, drawn as dotted lines.
+        legend: Below, at the right, or below as a table with the last value and the mean of each name.
     """
     panel = _panel("timeseries", title, description, targets)
-    fields = _fields(unit, look if look.least is not None or log else replace(look, least=0))
+    fields = _fields(unit, look)
     stacked = stack != "none"
     fields["defaults"]["color"] = {"mode": "palette-classic"}
-    fields["defaults"]["custom"] = {
+    custom: dict[str, Any] = {
         "axisPlacement": "auto",
         "drawStyle": "line",
-        "fillOpacity": 60 if stacked else 8,
+        "fillOpacity": 60 if stacked else 10 if area else 0,
         "gradientMode": "none",
-        "lineInterpolation": "linear",
+        "lineInterpolation": "stepAfter" if steps else "linear",
         "lineWidth": 1 if stacked else 2,
-        "pointSize": 4,
+        "pointSize": 2,
         "scaleDistribution": {"type": "log", "log": 10} if log else {"type": "linear"},
-        "showPoints": "auto",
+        "showPoints": "auto" if sparse else "never",
         "spanNulls": False,
         "stacking": {"mode": stack, "group": "A"},
         "thresholdsStyle": {"mode": "dashed" if look.thresholds else "off"},
     }
+    soft_most = SOFT_MOST.get(unit) if look.soft_most is None else look.soft_most
+    if not log and look.least is None:
+        custom["axisSoftMin"] = 0
+    if not log and look.most is None and soft_most is not None:
+        custom["axisSoftMax"] = soft_most
+    fields["defaults"]["custom"] = custom
     for name in dashed:
         fields["overrides"].append(
             _override(
@@ -248,12 +337,14 @@ def timeseries(
                 },
             )
         )
+    for name in dotted:
+        fields["overrides"].append(_override(name, {"custom.lineStyle": {"fill": "dot", "dash": [2, 6]}}))
     panel["fieldConfig"] = fields
     panel["options"] = {
         "legend": {
             "showLegend": True,
-            "displayMode": legend,
-            "placement": "bottom",
+            "displayMode": "table" if legend == "table" else "list",
+            "placement": "right" if legend == "right" else "bottom",
             "calcs": ["lastNotNull", "mean"] if legend == "table" else [],
         },
         "tooltip": {"mode": "multi", "sort": "desc"},
@@ -311,6 +402,8 @@ def table(
     hide: Sequence[str] = (),
     numeric: str | None = None,
     matrix: tuple[str, str] | None = None,
+    widths: Mapping[str, int] | None = None,
+    sayings: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Panel:
     """A row a series, from instant queries.
 
@@ -323,8 +416,10 @@ def table(
         key: The label by which the answers of several queries are joined to rows.
         columns: Field as Prometheus names it (a label, or `Value #A`) -> head, in the order of the columns.
         hide: Fields that are not shown, beside `Time`.
-        numeric: A label that holds numbers, by which the rows are sorted.
+        numeric: A label that holds numbers, by which the rows are sorted, the largest first.
         matrix: (label, label) whose values become the rows and the columns; one query, no `columns`.
+        widths: Head of a column -> its width in pixels; the others share what is left.
+        sayings: Head of a column of words -> word -> what is shown in its stead.
 
     Raises:
         ValueError: for several queries without a `key`.
@@ -348,7 +443,12 @@ def table(
         # "inf", the class without an upper edge, is no number.
         larger = {"type": "special", "options": {"match": "null+nan", "result": {"text": "larger", "index": 0}}}
         head = dict(columns or {}).get(numeric, numeric)
-        fields["overrides"].append(_override(head, {"unit": "none", "mappings": [larger]}))
+        fields["overrides"].append(_override(head, {"unit": "none", "decimals": 0, "mappings": [larger]}))
+    for head, width in (widths or {}).items():
+        fields["overrides"].append(_override(head, {"custom.width": width}))
+    for head, said in (sayings or {}).items():
+        options = {word: {"text": shown, "index": index} for index, (word, shown) in enumerate(said.items())}
+        fields["overrides"].append(_override(head, {"mappings": [{"type": "value", "options": options}]}))
     return panel
 
 
@@ -375,7 +475,7 @@ def _shaping(
     if numeric is not None:
         conversion = {"targetField": numeric, "destinationType": "number"}
         yield {"id": "convertFieldType", "options": {"conversions": [conversion], "fields": {}}}
-        yield {"id": "sortBy", "options": {"fields": {}, "sort": [{"field": numeric, "desc": False}]}}
+        yield {"id": "sortBy", "options": {"fields": {}, "sort": [{"field": numeric, "desc": True}]}}
     yield _organized(heads, hidden)
 
 
@@ -464,12 +564,16 @@ def _target(number: int, target: Target) -> dict[str, Any]:
     return made
 
 
-def _fields(unit: str, look: Look) -> dict[str, Any]:
+def _fields(unit: str, look: Look, *, empty: str = QUIET) -> dict[str, Any]:
+    """Unit, words and colours; `empty` is the colour of no answer."""
     steps = [{"color": threshold.colour, "value": threshold.value} for threshold in look.thresholds]
     mappings: list[dict[str, Any]] = [
         {
             "type": "special",
-            "options": {"match": "nan", "result": {"text": look.no_value, "color": QUIET, "index": 0}},
+            "options": {
+                "match": "null+nan",
+                "result": {"text": look.no_cell or look.no_value, "color": empty, "index": 0},
+            },
         }
     ]
     if look.words:
@@ -495,7 +599,7 @@ def _fields(unit: str, look: Look) -> dict[str, Any]:
     if look.links:
         defaults["links"] = [{"title": title, "url": url, "targetBlank": True} for title, url in look.links]
     overrides = []
-    for name in dict.fromkeys([*look.colours, *look.names, *look.units]):
+    for name in dict.fromkeys([*look.colours, *look.names, *look.units, *look.digits]):
         change: dict[str, Any] = {}
         if name in look.colours:
             change["color"] = {"mode": "fixed", "fixedColor": look.colours[name]}
@@ -503,6 +607,8 @@ def _fields(unit: str, look: Look) -> dict[str, Any]:
             change["displayName"] = look.names[name]
         if name in look.units:
             change["unit"] = look.units[name]
+        if name in look.digits:
+            change["decimals"] = look.digits[name]
         overrides.append(_override(name, change))
     return {"defaults": defaults, "overrides": overrides}
 
@@ -525,4 +631,21 @@ def spoken(*words: str) -> Look:
     """
     return Look(
         colours={word: COLOURS[word] for word in words}, names={word: WORDS[word] for word in words if word in WORDS}
+    )
+
+
+def by_size(edges: Sequence[str], said: str, *, before: str = "", colours: Sequence[str] = SIZES) -> Look:
+    """A look for series named `{before}{edge}`, edge being a size class: `said` names one, colours go by size.
+
+    Args:
+        edges: Labels of the classes, from small to large; `inf` is the class without an upper edge.
+        said: How a class is named, with `{}` where `up to 4096` or `larger` goes.
+        before: What stands before the edge in the query's legend.
+        colours: From small to large; they are spread over the classes.
+    """
+    last = max(1, len(edges) - 1)
+    shades = [colours[round(place * (len(colours) - 1) / last)] for place in range(len(edges))]
+    return Look(
+        colours={before + edge: shade for edge, shade in zip(edges, shades, strict=True)},
+        names={before + edge: said.format("larger" if edge == "inf" else f"up to {edge}") for edge in edges},
     )

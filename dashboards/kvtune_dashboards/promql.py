@@ -209,8 +209,17 @@ def _known() -> dict[str, Series]:
     return catalogue_series() | {series.name: series for series in OTHER_SERIES}
 
 
+def spellings(name: str) -> tuple[str, ...]:
+    """A sample name, and what else a server may hold it as.
+
+    vLLM names its series `vllm:x`. prometheus_client from 0.22 on writes `vllm_x` for it in OpenMetrics, unless the
+    scraper says `escaping=allow-utf-8`, which Prometheus 2 does not. No target has both.
+    """
+    return (name, name.replace(":", "_")) if name.startswith("vllm:") else (name,)
+
+
 def metric(name: str, /, *, extra: Iterable[str] = (), **matchers: str | Match) -> Selector:
-    """Select the series of a sample name (`_bucket`, `_sum` and `_count` included).
+    """Select the series of a sample name (`_bucket`, `_sum` and `_count` included), in all its `spellings`.
 
     Args:
         name: A name of the catalogue or of `OTHER_SERIES`.
@@ -224,7 +233,11 @@ def metric(name: str, /, *, extra: Iterable[str] = (), **matchers: str | Match) 
         )
     labels = series.labels | frozenset(extra)
     parts = [_matcher(series, labels, label, value) for label, value in matchers.items()]
-    text = name + (f"{{{','.join(parts)}}}" if parts else "")
+    known_as = spellings(name)
+    if len(known_as) > 1:
+        parts.insert(0, f'__name__=~"{"|".join(known_as)}"')
+    head = name if len(known_as) == 1 else ""
+    text = head + (f"{{{','.join(parts)}}}" if parts else "")
     return Selector(text, labels, kind=series.kind)
 
 
@@ -276,6 +289,17 @@ def over_time(function: str, selector: Selector, window: str, offset: str | None
     if selector.kind == "counter":
         raise PromqlError(f"{function}_over_time() of counter `{selector}`: use rate() or increase()")
     return Expr(f"{function}_over_time({selector.ranged(window, offset)})", selector.labels)
+
+
+def first_seen(selector: Selector, window: str, step: str) -> Expr:
+    """Unix time of each series' first sample in the window, as far as it is looked at every `step`."""
+    text = f"min_over_time(timestamp({selector})[{_window(window)}:{_window(step)}])"
+    return Expr(text, selector.labels)
+
+
+def now() -> Expr:
+    """Unix time of the evaluation."""
+    return Expr("time()", is_scalar=True)
 
 
 def by(function: str, expr: Expr, *labels: str) -> Expr:
@@ -335,9 +359,14 @@ def clamp_max(expr: Expr, high: float) -> Expr:
     return Expr(f"clamp_max({expr}, {number(high)})", expr.labels)
 
 
+def whole(expr: Expr) -> Expr:
+    """`expr` rounded to the nearest whole number."""
+    return Expr(f"round({expr})", expr.labels)
+
+
 def ceil_to(expr: Expr, step: float) -> Expr:
     """`expr` rounded up to a multiple of `step`."""
-    return Expr(f"ceil({expr})", expr.labels) if step == 1 else Expr(f"ceil({expr / step})", expr.labels) * step
+    return Expr(f"ceil({expr / step})", expr.labels) * step
 
 
 def floor_to(expr: Expr, step: float) -> Expr:

@@ -27,10 +27,12 @@ from kvtune_dashboards.promql import (
     clamp_max,
     clamp_min,
     constants,
+    first_seen,
     floor_to,
     increase,
     metric,
     none_of,
+    now,
     over_time,
     quantile,
     rate,
@@ -38,6 +40,7 @@ from kvtune_dashboards.promql import (
     re_,
     sum_by,
     total,
+    whole,
     without_point,
 )
 from kvtune_telemetry.buckets import COARSE_SIZE_EDGES, GAP_SECONDS, SIZE_EDGES, size_label, size_labels
@@ -45,6 +48,8 @@ from kvtune_telemetry.vocabulary import End, Outcome, Path, Role
 
 NOT_REUSABLE = (Outcome.FIRST, Outcome.NO_IDENTITY, Outcome.DISABLED, Outcome.ERROR)
 """Outcomes of turns that could not have reused: nothing was known before them, reuse was off, or the turn failed."""
+OTHER_TTLS = "kvtune-retention-other-ttl"
+"""The group of rules about other TTLs: over long windows, and evaluated less often."""
 TTL_FACTORS = (0.5, 1.0, 2.0)
 """The TTLs that are asked about, as parts of the one in force."""
 _TINY = 1e-9
@@ -71,7 +76,7 @@ class RecordingRule:
 
 def interval_of(group: str, config: RulesConfig) -> float:
     """Seconds between evaluations of a group."""
-    slow = group in ("kvtune-retention-other-ttl",)
+    slow = group == OTHER_TTLS
     return config.windows.slow_evaluation if slow else config.windows.evaluation
 
 
@@ -321,11 +326,11 @@ def _costs(book: _Book) -> None:
     short = duration(book.config.windows.rate)
     tokens = sum_by(rate(book.of("kvtune_path_tokens_total", path=Path.FETCH.value), short), *book.model)
     spent = sum_by(rate(book.of("kvtune_path_seconds_total", path=Path.FETCH.value), short), *book.model)
-    whole = ratio(
+    on_average = ratio(
         line("kvtune:path_seconds:increase", Path.RECOMPUTE), line("kvtune:path_tokens:increase", Path.RECOMPUTE)
     )
     book.add(
-        "kvtune:recompute_seconds_per_token:mean", computing.otherwise(whole), "seconds/token",
+        "kvtune:recompute_seconds_per_token:mean", computing.otherwise(on_average), "seconds/token",
         "Seconds of prefill that one more token of history costs: the line's slope, or, where there is none, the mean "
         "with the fixed part in it.",
     )  # fmt: skip
@@ -371,7 +376,7 @@ def _costs(book: _Book) -> None:
     )
     book.add(
         "kvtune:threshold_tokens:advised",
-        ceil_to(_max_of(capped.otherwise(never), lowest).where(computing), 1), "tokens",
+        whole(_max_of(capped.otherwise(never), lowest).where(computing)), "tokens",
         "Threshold to set: the crossing, within the sizes that were seen on both paths.",
     )  # fmt: skip
 
@@ -480,7 +485,7 @@ def _per_bucket(operator: str, left: Expr, right: Expr) -> Expr:
 def _other_ttls(book: _Book) -> None:
     config, job = book.config, book.job
     history, demand = duration(config.windows.history), duration(config.windows.demand)
-    book.group("kvtune-retention-other-ttl")
+    book.group(OTHER_TTLS)
     _edges(book)
     book.add(
         "kvtune:turn_ends:increase", sum_by(increase(book.of("kvtune_turn_ends_total"), history), *job), "turns",
@@ -525,20 +530,33 @@ def _other_ttls(book: _Book) -> None:
         "kvtune:predicted_in_time:ratio", book.recorded("kvtune:predicted_reuse:ratio").joined("/", returned, job),
         "ratio", "Of the turns that return at all, the share that returns in time at that TTL.",
     )  # fmt: skip
+    # A rate divides by its whole window, however little of it a young router or a young Prometheus has seen.
+    begin = first_seen(book.of("kvtune_router_build_info"), demand, duration(config.windows.evaluation))
+    book.add(
+        "kvtune:demand_covered_seconds:max", by("max", now() - begin, *job).over(0), "seconds",
+        "How much of the demand window was really observed: less than all of it while router or Prometheus are young.",
+    )  # fmt: skip
+    covered = book.recorded("kvtune:demand_covered_seconds:max")
     book.add(
         "kvtune:retained_demand_tokens:rate",
-        sum_by(rate(book.of("kvtune_turn_end_tokens_total"), demand), *job), "tokens/s",
-        "Tokens a second that ask to be retained.",
+        sum_by(increase(book.of("kvtune_turn_end_tokens_total"), demand), *job) / covered.over(0), "tokens/s",
+        "Tokens a second that ask to be retained, over what was observed of the demand window.",
     )  # fmt: skip
     asked = book.recorded("kvtune:retained_demand_tokens:rate")
     tokens_within = book.recorded("kvtune:turn_gap_tokens:ratio")
+
+    def old_enough(ttl: Expr) -> Expr:
+        return covered.at_least(clamp_max(ttl, config.windows.demand * 0.9))
+
     for factor in TTL_FACTORS:
         ttl = sum_by(book.recorded("kvtune:ttl_seconds:factor", factor=f"{factor:g}"), *job)
         at = (tokens_within * 0).joined("+", ttl, job)
         lost = _area(book, at, "lower", "upper") - _area(book, at, "upper", "after")
         book.add(
-            "kvtune:predicted_retained_tokens:mean", clamp_min(ttl - sum_by(tokens_within * lost, *job), 0) * asked,
-            "tokens", "Mean tokens retained at that TTL: demand times the integral of token-weighted survival.",
+            "kvtune:predicted_retained_tokens:mean",
+            (clamp_min(ttl - sum_by(tokens_within * lost, *job), 0) * asked).where(old_enough(ttl)), "tokens",
+            "Mean tokens retained at that TTL: demand times the integral of token-weighted survival. Absent until what "
+            "was observed is longer than the TTL: before, nobody can have been seen to stay away so long.",
             factor=f"{factor:g}",
         )  # fmt: skip
     pool = sum_by(book.recorded("kvtune:kv_pool_tokens:sum"), *book.own)

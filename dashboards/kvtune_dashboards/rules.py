@@ -19,7 +19,7 @@ import yaml
 from kvtune_dashboards.alerts import Alert, alerts
 from kvtune_dashboards.config import RulesConfig, duration, parse_duration
 from kvtune_dashboards.promql import OTHER_SERIES
-from kvtune_dashboards.recording import RecordingRule, interval_of, recording_rules
+from kvtune_dashboards.recording import OTHER_TTLS, RecordingRule, interval_of, recording_rules
 from kvtune_dashboards.semantics import Series, catalogue_series, examine
 
 Format = Literal["prometheus", "crd", "both"]
@@ -27,8 +27,9 @@ RECORDING_FILE = "kvtune-recording.yaml"
 ALERTS_FILE = "kvtune-alerts.yaml"
 CRD_FILE = "kvtune-prometheusrule.yaml"
 SCRAPE_FILE = "kvtune-scrape-example.yaml"
-HEADINGS = ("Meaning", "Impact", "First look", "Causes, likeliest first", "What to turn", "Verify")
-"""What every runbook has, in this order."""
+TESTS = "tests"
+"""Directory of the tests for promtool, in that of the rules."""
+FAST_FILE = f"{TESTS}/kvtune-recording-fast.yaml"
 _MADE = "# Made by `kvtune rules render`; change the configuration, not this file.\n"
 _RANGE = re.compile(r"\[([0-9a-z]+)\]")
 
@@ -124,6 +125,19 @@ def render(config: RulesConfig, format: Format = "both") -> dict[str, str]:
     return files
 
 
+def render_tests() -> dict[str, str]:
+    """Tests of the rules for `promtool test rules`, by name; for the default configuration only."""
+    from kvtune_dashboards.scenarios import rule_tests
+
+    config = RulesConfig()
+    fast = [group for group in recording_groups(config) if group["name"] != OTHER_TTLS]
+    files = {FAST_FILE: f"{_MADE}# {RECORDING_FILE} without the group that takes longest.\n" + _dump({"groups": fast})}
+    documents = rule_tests(config, f"../{RECORDING_FILE}", f"../{ALERTS_FILE}", Path(FAST_FILE).name)
+    for name, document in documents.items():
+        files[f"{TESTS}/{name}.test.yaml"] = _MADE + _dump(document)
+    return files
+
+
 def drift(files: Mapping[str, str], directory: Path) -> list[Finding]:
     """Which files in `directory` are not what `files` says, and the first line that differs."""
     found = []
@@ -140,6 +154,15 @@ def drift(files: Mapping[str, str], directory: Path) -> list[Finding]:
         if text != wanted:
             found.append(_first_difference(path, text, wanted))
     return found
+
+
+def left_over(tests: Mapping[str, str], directory: Path) -> list[Finding]:
+    """Files beside the tests that are not rendered any more, and would be run all the same."""
+    return [
+        Finding(str(path), "is not rendered any more; delete it")
+        for path in sorted((directory / TESTS).iterdir())
+        if f"{TESTS}/{path.name}" not in tests
+    ]
 
 
 def _first_difference(path: Path, text: str, wanted: str) -> Finding:
@@ -227,35 +250,6 @@ def _expression_problems(
     for window in _RANGE.findall(expr):
         if parse_duration(window, where) < 2 * config.windows.scrape:
             yield Finding(where, f"[{window}] holds less than two scrapes ({duration(config.windows.scrape)})")
-
-
-def runbook_findings(config: RulesConfig, directory: Path) -> list[Finding]:
-    """Alerts without a runbook, runbooks without an alert, and runbooks that lack a section."""
-    wanted = {alert.name for alert in alerts(config)}
-    books = {path.stem: path for path in sorted(directory.glob("*.md"))}
-    found = [
-        Finding(str(directory / f"{name}.md"), "is missing: every alert has one")
-        for name in sorted(wanted - books.keys())
-    ]
-    for name, path in books.items():
-        if name not in wanted:
-            found.append(Finding(str(path), "there is no alert of this name"))
-            continue
-        found += _runbook_problems(name, path)
-    return found
-
-
-def _runbook_problems(name: str, path: Path) -> Iterator[Finding]:
-    text = path.read_text(encoding="utf-8")
-    if not text.startswith(f"# {name}\n"):
-        yield Finding(f"{path}:1", f"does not begin with `# {name}`")
-    sections = re.split(r"^## +(.+?) *$", text, flags=re.MULTILINE)[1:]
-    headings, bodies = sections[::2], sections[1::2]
-    if tuple(headings) != HEADINGS:
-        yield Finding(str(path), f"has the sections {headings}; it must have {list(HEADINGS)}")
-    for heading, body in zip(headings, bodies, strict=True):
-        if len(body.split()) < 4:
-            yield Finding(str(path), f"says nothing under `{heading}`")
 
 
 def promtool_findings(files: Mapping[str, str], directory: Path) -> list[Finding] | None:

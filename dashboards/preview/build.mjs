@@ -24,6 +24,8 @@ const scrollbars = {
 export async function bundle() {
   mkdirSync(join(here, 'build'), { recursive: true });
   await build({
+    // Aliases are looked for from here, wherever this is started.
+    absWorkingDir: here,
     entryPoints: { app: join(here, 'src/app.tsx') },
     outdir: join(here, 'build'),
     bundle: true,

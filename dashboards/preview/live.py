@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,8 @@ class Live:
     router: str = ""
     prometheus: str = ""
     turns: Counter[str] = field(default_factory=Counter)
+    ended: float = 0.0
+    """When the traffic ended, unix seconds; what was under way then is still answered."""
 
     async def child(self, name: str, *command: str) -> ChildProcess:
         """Start a kvtune command; it ends with the stack."""
@@ -238,6 +241,7 @@ class Live:
             ramp_s=min(30.0, seconds / 6), seed=SEED, park_after_s=s.ttl, run="preview", drain_s=30.0,
         )  # fmt: skip
         began = time.monotonic()
+        self.ended = time.time() + seconds
         events: list[asyncio.Task[Any]] = [asyncio.create_task(self._tell(began))]
         if not s.calm:
             events += [
@@ -288,15 +292,18 @@ class Live:
                     answer.raise_for_status()
 
     async def pictures(self, directory: Path) -> int:
-        """Draw every dashboard; the number that failed."""
+        """Draw every dashboard as it was when the traffic ended; the number that failed."""
         await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
-        window = f"now-{max(5, round(self.settings.minutes))}m"
+        shown = 60 * max(5.0, self.settings.minutes)
+        start, end = (
+            datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds") for at in (self.ended - shown, self.ended)
+        )
         failed = 0
         for board in sorted(DASHBOARDS.glob("*.json")):
             out = directory / f"dashboard-{board.stem.removeprefix('kvtune-')}.png"
             process = await asyncio.create_subprocess_exec(
                 "node", str(HERE / "shot.mjs"), "--dashboard", str(board), "--prometheus", self.prometheus,
-                "--out", str(out), "--from", window, "--scrape", f"{self.settings.scrape:g}",
+                "--out", str(out), "--from", start, "--to", end, "--scrape", f"{self.settings.scrape:g}",
                 stdout=asyncio.subprocess.DEVNULL,
             )  # fmt: skip
             failed += await process.wait() != 0

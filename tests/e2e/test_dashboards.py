@@ -204,7 +204,7 @@ async def test_idle_nothing_errs_and_no_tile_is_nan(shown: Shown) -> None:
     wrong = [answer for answer in shown.idle if answer.verdict in ("error", "NaN")]
     assert not wrong, "\n" + matrix(wrong)
     # What counts is there from the start, at 0: the boards know these engines.
-    for panel in ("Engines that answer the router", "Engines down", "Targets not scraped", "Settings that differ"):
+    for panel in ("Engines up", "Engines down", "Targets not scraped", "Settings that differ"):
         assert shown.value("kvtune-fleet", panel, "A", shown.idle).verdict == "ok", panel
     assert shown.value("kvtune-reuse", "Answers at risk", "A", shown.idle).verdict == "ok"
 
@@ -240,12 +240,12 @@ async def test_the_verdict_is_what_the_clients_saw(shown: Shown) -> None:
 
     away = shown.value("kvtune-fleet", "Targets not scraped", "A", shown.loaded)
     assert (await instant(shown.url, away.expr)) == {(): 0.0}
-    up = shown.value("kvtune-fleet", "Engines that answer the router", "A", shown.loaded)
+    up = shown.value("kvtune-fleet", "Engines up", "A", shown.loaded)
     # Two routers see the same engines: each counts once.
     assert (await instant(shown.url, up.expr)) == {("prefill",): 1.0, ("decode",): 2.0}
-    threshold = shown.value("kvtune-transfer", "Threshold: in force, and where both cost the same", "A", shown.loaded)
+    threshold = shown.value("kvtune-transfer", "Threshold and crossing", "A", shown.loaded)
     assert (await instant(shown.url, threshold.expr)) == {(): THRESHOLD}
-    ttl = shown.value("kvtune-retention", "TTL: in force and advised", "A", shown.loaded)
+    ttl = shown.value("kvtune-retention", "TTL and advice", "A", shown.loaded)
     assert (await instant(shown.url, ttl.expr)) == {(): TTL_S}
 
 

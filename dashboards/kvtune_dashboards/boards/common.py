@@ -1,6 +1,6 @@
 """What the boards share: frame, variables, links, annotations, and how series are selected.
 
-Tiles pool all that the variables select; curves that would mix populations (quantiles) are drawn a job each.
+Tiles and quantiles pool all that the variables select: who wants a deployment apart chooses its jobs.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -52,19 +51,11 @@ def router(name: str, /, **matchers: str | Match) -> Selector:
 
 
 def engine(name: str, /, **matchers: str | Match) -> Selector:
-    """Series of the chosen engines; those of vLLM itself have no role.
-
-    prometheus_client 0.26, which vLLM serves its metrics with, writes `vllm_` for `vllm:` where OpenMetrics is asked
-    for without a word on escaping, as Prometheus before 3 does. Both names are taken for vLLM's.
-    """
+    """Series of the chosen engines; those of vLLM itself have no role."""
     chosen: dict[str, str | Match] = {"job": re_("$job"), "model_name": re_("$model"), "engine": re_("$engine")}
     if name.startswith("kvtune_"):
         chosen["role"] = re_("$role")
-    selector = _metric(name, {**chosen, **matchers})
-    if not name.startswith("vllm:"):
-        return selector
-    either = selector.text.replace(f"{name}{{", f'{{__name__=~"{name}|{name.replace(":", "_")}",')
-    return replace(selector, text=either)
+    return _metric(name, {**chosen, **matchers})
 
 
 def suggested(name: str, /, **matchers: str | Match) -> Selector:
@@ -118,7 +109,7 @@ def _chooser(name: str, label: str, description: str, query: str) -> dict[str, A
     }
 
 
-def _source(name: str, label: str, description: str, kind: str) -> dict[str, Any]:
+def _source(name: str, label: str, description: str, kind: str, *, hide: bool = False) -> dict[str, Any]:
     return {
         "name": name,
         "label": label,
@@ -131,7 +122,7 @@ def _source(name: str, label: str, description: str, kind: str) -> dict[str, Any
         "options": [],
         "refresh": 1,
         "regex": "",
-        "hide": 0,
+        "hide": 2 if hide else 0,
         "skipUrlSync": False,
     }
 
@@ -151,7 +142,8 @@ def variables() -> list[dict[str, Any]]:
         _chooser("engine", "Engine", "Data-parallel index of an engine, as vLLM labels it.",
                  label_values(engines, "engine")),
         _chooser("role", "Role", "prefill or decode.", label_values(engines, "role")),
-        _source("traces", "Traces", "Where spans are; optional, for the links to traces.", "tempo"),
+        # Only links read it, and a chooser without a choice is drawn as an error: most have no Tempo.
+        _source("traces", "Traces", "Where spans are: the first Tempo, for the links to traces.", "tempo", hide=True),
     ]  # fmt: skip
 
 

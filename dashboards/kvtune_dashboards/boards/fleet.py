@@ -5,8 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from kvtune_dashboards.boards.common import STEP, engine, frame, in_range, per_second, router
-from kvtune_dashboards.layout import Section, Sized
-from kvtune_dashboards.panels import BAD, FAIR, GOOD, Look, Target, Threshold, stat, state_timeline, table, timeseries
+from kvtune_dashboards.layout import Column, Section, Sized
+from kvtune_dashboards.panels import (
+    BAD,
+    FAIR,
+    GOOD,
+    Look,
+    Target,
+    Threshold,
+    spoken,
+    stat,
+    state_timeline,
+    table,
+    timeseries,
+)
 from kvtune_dashboards.promql import Expr, by, increase, metric, re_, sum_by
 from kvtune_dashboards.recording import recorded
 from kvtune_telemetry.catalogue import BY_NAME
@@ -49,14 +61,14 @@ def _tiles() -> list[Sized]:
     return [
         Sized(
             stat(
-                "Engines that answer the router",
+                "Engines up",
                 "Engines up as the routers see them (by any router), by role.",
                 "short",
                 [Target(str(by("sum", by_engine, "role")), "{{role}}", instant=True)],
                 Look(decimals=0, thresholds=(Threshold(None, BAD), Threshold(1, GOOD))),
                 show="value_and_name",
             ),
-            5, 4,
+            4, 4,
         ),
         Sized(
             stat(
@@ -76,7 +88,7 @@ def _tiles() -> list[Sized]:
                 [Target(_count(_scraped().equal_to(0)), instant=True)],
                 Look(decimals=0, thresholds=(Threshold(None, GOOD), Threshold(1, BAD))),
             ),
-            3, 4,
+            4, 4,
         ),
         Sized(
             stat(
@@ -126,12 +138,10 @@ def _tiles() -> list[Sized]:
 def _engines() -> list[Sized]:
     up = by("min", router("kvtune_engine_up"), "role", "engine")
     age = f"time() - {by('max', metric('process_start_time_seconds', job=re_('$job')), 'job', 'instance')}"
-    restarts = per_second(router("kvtune_engine_restarts_total"), "role", "engine")
+    restarts = sum_by(increase(router("kvtune_engine_restarts_total"), STEP), "role", "engine")
     legs = per_second(router("kvtune_engine_requests_total"), "engine", "role", "result").over(0)
-    inside = [
-        Target(str(by("sum", engine("vllm:num_requests_running"), "instance")), "running {{instance}}"),
-        Target(str(by("sum", engine("vllm:num_requests_waiting"), "instance")), "waiting {{instance}}"),
-    ]
+    running = Target(str(by("sum", engine("vllm:num_requests_running"), "instance")), "{{instance}}")
+    waiting = Target(str(by("sum", engine("vllm:num_requests_waiting"), "instance")), "{{instance}}")
     return [
         Sized(
             state_timeline(
@@ -164,9 +174,11 @@ def _engines() -> list[Sized]:
         Sized(
             timeseries(
                 "Engine restarts, by engine",
-                "Engines that came back as another incarnation, as the routers saw it.",
-                "ops",
+                "How often each engine came back as another incarnation in the minutes before, as the routers saw it.",
+                "short",
                 [Target(str(restarts), "{{role}} {{engine}}")],
+                Look(decimals=0, soft_most=1, no_value="No router seen"),
+                steps=True, area=True,
             ),
             8, 8,
         ),
@@ -182,31 +194,56 @@ def _engines() -> list[Sized]:
             8, 8,
         ),
         Sized(
-            timeseries("Requests in the engines", "Requests that each engine runs, and that wait.", "short", inside),
-            24, 7,
+            timeseries("Requests running, by engine", "Requests that each engine works on.", "short", [running]), 12, 7,
+        ),
+        Sized(
+            timeseries(
+                "Requests that wait, by engine",
+                "Requests that each engine has not begun, in the colours of those that run beside.",
+                "short", [waiting],
+            ),
+            12, 7,
         ),
     ]  # fmt: skip
 
 
-def _settings() -> list[Sized]:
+def _settings() -> list[Column]:
     connector = by("max", engine("kvtune_connector_setting"), "instance", "setting")
     routers = by("max", router("kvtune_router_setting"), "instance", "setting")
     versions = (
         f"{by('max', router('kvtune_router_build_info'), 'job', 'instance', 'version')} or "
         f"{by('max', engine('kvtune_connector_build_info'), 'job', 'instance', 'version')}"
     )
-    return [
+    in_force = [
         Sized(
             table(
                 "Engine settings in force",
                 "What each engine runs with: "
                 "TTL and margins in seconds, threshold and pool in tokens, `bidirectional_kv_xfer` 1 for on.",
-                "none",
+                "locale",
                 [Target(str(connector))],
-                matrix=("instance", "setting"),
+                matrix=("setting", "instance"),
+                widths={"Setting": 225},
             ),
-            14, 8,
+            14,
+            9,
         ),
+        Sized(
+            table(
+                "Router settings in force",
+                "What each router runs with; `retain_seconds` 0 leaves the TTL to decode. A `default_ttl_seconds` "
+                "above "
+                "decode's TTL hands over references to KV that is gone.",
+                "locale",
+                [Target(str(routers))],
+                matrix=("setting", "instance"),
+                widths={"Setting": 225},
+            ),
+            14,
+            8,
+        ),
+    ]
+    sameness = [
         Sized(
             table(
                 "Versions",
@@ -216,32 +253,23 @@ def _settings() -> list[Sized]:
                 columns={"job": "Job", "instance": "Instance", "version": "Version"},
                 hide=["Value"],
             ),
-            10, 8,
-        ),
-        Sized(
-            table(
-                "Router settings in force",
-                "What each router runs with; `retain_seconds` 0 leaves the TTL to decode. A `default_ttl_seconds` "
-                "above "
-                "decode's TTL hands over references to KV that is gone.",
-                "none",
-                [Target(str(routers))],
-                matrix=("instance", "setting"),
-            ),
-            14, 8,
+            10,
+            11,
         ),
         Sized(
             table(
                 "Settings that differ between engines",
                 "Each setting that is not the same on all engines of a model and role, and by how much.",
-                "none",
+                "locale",
                 [Target(str(_differing()))],
                 Look(no_value="All engines agree"),
                 columns={"model_name": "Model", "role": "Role", "setting": "Setting", "Value": "Most less least"},
             ),
-            10, 8,
+            10,
+            6,
         ),
-    ]  # fmt: skip
+    ]
+    return [Column(14, in_force), Column(10, sameness)]
 
 
 def _store() -> list[Sized]:
@@ -282,7 +310,7 @@ def _store() -> list[Sized]:
         ),
         Sized(
             timeseries(
-                "Conversations", "Conversations seen for the first time, and turns given up on.", "cps", new,
+                "Conversations", "Conversations seen for the first time, and turns given up on.", "ops", new,
             ),
             8, 8,
         ),
@@ -306,9 +334,10 @@ def _http() -> list[Sized]:
         Sized(
             timeseries(
                 "Retries",
-                f"Legs tried again in each step: {', '.join(kinds)}.",
+                "Legs tried again in the minutes before, by how.",
                 "short",
                 [Target(str(retries), "{{kind}}")],
+                spoken(*kinds),
             ),
             8, 7,
         ),

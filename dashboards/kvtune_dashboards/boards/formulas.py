@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from kvtune_dashboards.boards.common import RANGE, engine
 from kvtune_dashboards.promql import Expr, Match, Selector, any_of, by, increase, over_time, re_, sum_by
 from kvtune_dashboards.recording import TTL_FACTORS, recorded
@@ -10,6 +13,21 @@ from kvtune_telemetry.vocabulary import Path
 SPEED = "kvtune:kv_read_bytes_per_second:mean"
 FACTORS = {f"{factor:g}": words for factor, words in zip(TTL_FACTORS, ("half", "in force", "double"), strict=True)}
 """The factors of the TTL that the rules ask about, and how they are said."""
+
+
+ROWS_OF_A_HEATMAP = 20
+"""As many rows can be told apart on a panel of usual height."""
+
+
+def rows(edges: Sequence[float]) -> Match:
+    """Matches the buckets of a heatmap: of many edges (s) every second or third, of few all; and the last one.
+
+    Prometheus writes 1 as `1` or `1.0`, depending on its version and on who exposes it.
+    """
+    every = -(-len(edges) // ROWS_OF_A_HEATMAP)
+    # From the largest down, so that the row below +Inf is as high as the others.
+    shown = [f"{edge:g}" for edge in edges[::-1][::every]][::-1]
+    return re_("|".join((*(re.escape(edge) + ("" if "." in edge else "(\\.0)?") for edge in shown), "\\+Inf")))
 
 
 def of_model(name: str, /, **matchers: str | Match) -> Selector:
@@ -69,8 +87,8 @@ def speed_before() -> Expr:
 
 
 def pool_share() -> Expr:
-    """Share of each decode engine's pool that is retained."""
-    return by("max", of_model("kvtune:retained_pool:ratio"), "instance", "engine")
+    """Share of a decode engine's pool that is retained, of several behind one address the highest."""
+    return by("max", of_model("kvtune:retained_pool:ratio"), "instance")
 
 
 def ttl_in_force() -> Expr:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kvtune_dashboards.boards.common import (
@@ -21,11 +22,12 @@ from kvtune_dashboards.boards.formulas import (
     of_router,
     pool_share,
     returns_in_time,
+    rows,
     threshold,
     ttl_by_factor,
     ttl_in_force,
 )
-from kvtune_dashboards.layout import Section, Sized
+from kvtune_dashboards.layout import Column, Section, Sized
 from kvtune_dashboards.panels import (
     BAD,
     COLOURS,
@@ -46,7 +48,8 @@ from kvtune_dashboards.panels import (
     tokens,
 )
 from kvtune_dashboards.promql import any_of, by, increase, over_time, quantile, ratio, re_, sum_by
-from kvtune_telemetry.vocabulary import End
+from kvtune_telemetry.buckets import GAP_SECONDS
+from kvtune_telemetry.vocabulary import End, Missed
 
 UID = "kvtune-retention"
 TTL, THRESHOLD = "decoder_kv_blocks_ttl", "kv_recompute_threshold"
@@ -62,24 +65,31 @@ STATUS = {
 _CHOSEN: dict[str, Any] = {
     "job": re_("$job"), "model_name": re_("$model"), "engine": re_("$engine"), "role": re_("$role"),
 }  # fmt: skip
-AWAY_S = (10, 30, 60, 120, 240, 475, 960, 1800, 3600)
-"""Pauses at which the share of turns still away is shown: edges of the histogram of pauses."""
+AWAY = {
+    10: "10 s", 30: "30 s", 60: "1 min", 120: "2 min", 240: "4 min", 475: "8 min", 960: "16 min", 1800: "½ h",
+    3600: "1 h",
+}  # fmt: skip
+"""Pauses at which the share of turns still away is shown, edges (s) of the histogram of pauses, and their names: one is
+the longest by far, as Grafana makes room for the first of the longest."""
 NO_ADVICE = "No advice yet"
+TOO_YOUNG = "Too little seen yet"
+"""Where the rules have not seen enough of the traffic to foretell anything."""
+SETTINGS = {TTL: f"{TTL}, s", THRESHOLD: f"{THRESHOLD}, tokens"}
+"""A setting with its unit."""
 _WHAT_TO_TURN = """
-**`decoder_kv_blocks_ttl`** (both engine roles, `kv_connector_extra_config`; the router's `--retain`, up to what decode
-allows) is how long decode keeps a finished turn's KV.
+**`decoder_kv_blocks_ttl`** (both engine roles; the router's `--retain`, up to what decode allows): how long decode
+keeps a finished turn's KV.
 
-* *Too late* is high on the Reuse board and the pool has room: **raise** it.
-* Requests wait on decode while retained KV takes much of the pool, or *wasted* outgrows *read*: **lower** it.
+* *Came too late* is high on the Reuse board, and the pool has room: **raise** it.
+* Requests wait on decode while retained KV fills the pool, or *lapsed* outgrows *read*: **lower** it.
 * Hardly any turn returns: **switch retention off** (`bidirectional_kv_xfer: false`).
 
-**`kv_recompute_threshold`** (prefill) is how many tokens must be missing before they are fetched.
+**`kv_recompute_threshold`** (prefill): how many tokens must be missing before they are fetched.
 
 * The crossing lies above it: **raise** it to the crossing.
-* The crossing lies below it and many tokens are computed because of it: **lower** it.
+* It lies below, and many tokens are computed because of it: **lower** it.
 
-The number to set is in *Advice*: made by `kvtune suggest --watch`, which weighs all of this at once. Without it the
-tables on the right show what half, the same and double the TTL would give.
+**To what?** To what *Advice* says (`kvtune suggest --watch`).
 """
 
 
@@ -128,7 +138,7 @@ def _tiles() -> list[Sized]:
             "What `kvtune suggest` says about `decoder_kv_blocks_ttl`. Made by `kvtune suggest --watch` or `--export`.",
         ),
         _setting_tile(
-            TTL, "TTL: in force and advised",
+            TTL, "TTL and advice",
             "How long decode keeps a turn (`decoder_kv_blocks_ttl`, or what the router asks for), and the value to "
             "set.",
             seconds_setting(), str(ttl_in_force()),
@@ -139,13 +149,13 @@ def _tiles() -> list[Sized]:
             "`--export`.",
         ),
         _setting_tile(
-            THRESHOLD, "Threshold: in force and advised",
+            THRESHOLD, "Threshold and advice",
             "`kv_recompute_threshold` as prefill runs with it (the highest of the models), and the value to set.",
             tokens(), str(by("max", threshold())),
         ),
         Sized(
             stat(
-                "Pool held for later turns",
+                "Pool held",
                 "Share of decode's KV pool that retained KV takes now, on the engine where it is highest. From a third "
                 "on it begins to crowd out requests.",
                 "percentunit",
@@ -159,7 +169,7 @@ def _tiles() -> list[Sized]:
         ),
         Sized(
             stat(
-                "Held memory that was used",
+                "Held, then used",
                 "Of the tokens times seconds that decode held: how much ended in a read, or in prefill not needing "
                 "one. "
                 "The rest was wasted. Time range shown.",
@@ -171,7 +181,7 @@ def _tiles() -> list[Sized]:
         ),
         Sized(
             stat(
-                "Waiting on decode",
+                "Waiting",
                 "The most requests that a decode engine had waiting at once, in the time range shown.",
                 "short",
                 [Target(str(by("max", waiting.where(decodes, ("instance",)))), instant=True)],
@@ -182,34 +192,34 @@ def _tiles() -> list[Sized]:
     ]  # fmt: skip
 
 
-def _turn() -> list[Sized]:
+def _turn() -> list[Sized | Column]:
     age = "time() - " + str(by("max", suggested("kvtune_suggest_timestamp_seconds")))
     advice = [
         Target(str(by("max", suggested(f"kvtune_suggest_{name}"), "setting")))
         for name in ("current", "recommended", "interval_low", "interval_high")
     ]
     what_if = [Target(str(expr)) for expr in (ttl_by_factor(), returns_in_time(), held_tokens(), held_share())]
-    return [
-        Sized(text("What to turn", "How to read this board, and which setting answers which finding.", _WHAT_TO_TURN),
-              8, 11),
+    advice_tiles = [
         Sized(
             table(
                 "Advice",
                 "What `kvtune suggest` advises: the value it saw in force, the value to set, and the interval that the "
                 "evidence leaves. Seconds for the TTL, tokens for the threshold.",
                 "none", advice,
-                Look(decimals=0, no_value=NO_ADVICE),
+                Look(decimals=0, no_value=NO_ADVICE, no_cell="-"),
                 key="setting",
                 columns={
                     "setting": "Setting", "Value #A": "In force", "Value #B": "Set to", "Value #C": "From",
                     "Value #D": "To",
                 },
+                widths={"Setting": 235},
+                sayings={"Setting": SETTINGS},
             ),
             10, 5,
         ),
         Sized(
             stat(
-                "Age of the advice",
+                "Advice's age",
                 "How long ago `kvtune suggest` last looked. Advice of another day's traffic is none.",
                 "s",
                 [Target(age, instant=True)],
@@ -222,7 +232,7 @@ def _turn() -> list[Sized]:
         ),
         Sized(
             stat(
-                "Advice could be made",
+                "Advice made",
                 "Whether the last look of `kvtune suggest` could read its source.",
                 "none",
                 [Target(str(by("min", suggested("kvtune_suggest_up"))), instant=True)],
@@ -230,40 +240,62 @@ def _turn() -> list[Sized]:
             ),
             3, 5,
         ),
-        Sized(
-            table(
-                "What another TTL would give",
-                "By how pauses between turns were spread in the last hours: of the turns that return, how many would "
-                "in "
-                "time; the tokens decode would hold on average; their share of the pool.",
-                "percentunit", what_if,
-                Look(units={"TTL": seconds_setting(), "Tokens held": "short"}),
-                key="factor",
-                columns={
-                    "factor": "TTL times", "Value #A": "TTL", "Value #B": "Back in time", "Value #C": "Tokens held",
-                    "Value #D": "Of the pool",
-                },
+    ]  # fmt: skip
+    what_if_table = Sized(
+        table(
+            "What another TTL would give",
+            "By how pauses between turns were spread in the last hours: of the turns that return, how many would "
+            "in time; the tokens decode would hold on average; their share of the pool. Empty until the rules "
+            "have seen enough.",
+            "percentunit", what_if,
+            Look(
+                units={"TTL": seconds_setting(), "Tokens held": "si:tok"}, no_value=TOO_YOUNG, no_cell="-",
+                digits={"TTL": 0, "Back in time": 1, "Of the pool": 1},
             ),
-            10, 6,
+            key="factor",
+            columns={
+                "factor": "TTL times", "Value #A": "TTL", "Value #B": "Back in time", "Value #C": "Tokens held",
+                "Value #D": "Of the pool",
+            },
+            sayings={"TTL times": {factor: f"{factor} ({words})" for factor, words in FACTORS.items()}},
         ),
+        10, 7,
+    )  # fmt: skip
+    rules_tiles = [
         Sized(
             stat(
-                "TTL by the rules",
-                "What the recording rules make of the pauses: the TTL at which all but 2 % of the returns come in "
-                "time, "
-                "and the longest whose KV fits the share of the pool set aside for it. Set the lower of the two. "
-                "`kvtune suggest` weighs more, and knows how sure it is.",
+                "Rules' estimate of the TTL",
+                "A second opinion, where there is no advice: what the recording rules make of the pauses alone. The "
+                "TTL at which all but 2 % of the returns come in time, and the longest whose KV fits the share of the "
+                "pool set aside for it; set the lower of the two. `kvtune suggest` weighs more, knows how sure it is, "
+                "and counts where it speaks.",
                 seconds_setting(),
                 [
                     Target(str(by("max", of_router("kvtune:ttl_seconds:reaches_target"))), "reaches the returns",
                            instant=True),
                     Target(str(by("min", of_router("kvtune:ttl_seconds:fits_pool"))), "fits the pool", instant=True),
                 ],
-                Look(decimals=0, no_value="Too little seen yet"),
+                Look(decimals=0, no_value=TOO_YOUNG),
                 show="value_and_name",
             ),
-            6, 6,
+            6, 4,
         ),
+        Sized(
+            stat(
+                "The rules have seen",
+                "How long the rules have watched what asks to be retained, up to their window (an hour by default). "
+                "While that is short, tokens held at other TTLs are a guess, and at TTLs beyond it they are absent.",
+                "s",
+                [Target(str(by("max", of_router("kvtune:demand_covered_seconds:max"))), instant=True)],
+                Look(decimals=0, no_value="Nothing yet"),
+            ),
+            6, 3,
+        ),
+    ]  # fmt: skip
+    return [
+        Sized(text("What to turn", "How to read this board, and which setting answers which finding.", _WHAT_TO_TURN),
+              8, 12),
+        Column(16, [*advice_tiles, what_if_table, Column(6, rules_tiles)]),
         *_what_if(),
     ]  # fmt: skip
 
@@ -281,7 +313,7 @@ def _what_if() -> list[Sized]:
                 "margin that is kept before its end.",
                 "percentunit",
                 [Target(str(returns_in_time()), "{{factor}}")],
-                Look(colours=look.colours, names=names, least=0, most=1),
+                Look(colours=look.colours, names=names, least=0, most=1, no_value=TOO_YOUNG),
             ),
             12, 8,
         ),
@@ -290,7 +322,7 @@ def _what_if() -> list[Sized]:
                 "Tokens held, at other TTLs",
                 "Tokens that decode would hold on average at half, the same and double the TTL, all decode engines "
                 "together, beside what it holds now (dashed).",
-                "short",
+                "si:tok",
                 [Target(str(held_tokens()), "{{factor}}"), in_force],
                 Look(colours={**look.colours, "held now": QUIET}, names=names),
                 dashed=["held now"],
@@ -301,7 +333,7 @@ def _what_if() -> list[Sized]:
 
 
 def _memory() -> list[Sized]:
-    retained = by("sum", engine("kvtune_retained_tokens", role="decode"), "instance", "engine")
+    retained = by("sum", engine("kvtune_retained_tokens", role="decode"), "instance")
     usage = by("max", engine("vllm:kv_cache_usage_perc"), "instance")
     decodes = by("max", engine("kvtune_connector_build_info", role="decode"), "instance")
     token_seconds = per_second(engine("kvtune_retained_token_seconds_total"), "end").over(0)
@@ -309,8 +341,8 @@ def _memory() -> list[Sized]:
     return [
         Sized(
             timeseries(
-                "Tokens retained", "Tokens that each decode engine holds for turns to come.", "short",
-                [Target(str(retained), "{{instance}} {{engine}}")],
+                "Tokens retained", "Tokens that each decode engine holds for turns to come.", "si:tok",
+                [Target(str(retained), "{{instance}}")],
             ),
             8, 8,
         ),
@@ -321,7 +353,7 @@ def _memory() -> list[Sized]:
                 "two serves requests; above 90 % requests begin to wait.",
                 "percentunit",
                 [
-                    Target(str(pool_share()), "retained {{instance}} {{engine}}"),
+                    Target(str(pool_share()), "retained {{instance}}"),
                     Target(str(usage.where(decodes, ("instance",))), "in use {{instance}}"),
                 ],
                 Look(least=0, most=1),
@@ -343,7 +375,7 @@ def _memory() -> list[Sized]:
                 "Memory held, by how it ended",
                 "Token-seconds booked a second: the tokens held on average, by whether holding them was of use. Booked "
                 "when a retention ends.",
-                "short",
+                "si:tok",
                 [Target(str(token_seconds), "{{end}}")],
                 spoken(*End),
                 stack="normal",
@@ -378,11 +410,11 @@ def _pauses() -> list[Sized]:
     away = [
         Target(
             str(1 - in_range(router("kvtune_turn_gap_seconds_bucket", le=re_(f"{edge}(\\.0)?"))) / ends.over(0)),
-            f"after {edge} s", instant=True,
+            said, instant=True,
         )
-        for edge in AWAY_S
+        for edge, said in AWAY.items()
     ]  # fmt: skip
-    spread = sum_by(increase(router("kvtune_turn_gap_seconds_bucket"), STEP), "le")
+    spread = sum_by(increase(router("kvtune_turn_gap_seconds_bucket", le=rows(GAP_SECONDS)), STEP), "le")
     ended = in_range(engine("kvtune_retention_age_seconds_count"), "end").over(0)
     return [
         Sized(
@@ -392,22 +424,23 @@ def _pauses() -> list[Sized]:
                 "above it comes too late.",
                 "s",
                 [*gaps, Target(str(ttl_in_force()), "TTL in force")],
-                Look(colours={"TTL in force": QUIET, "P50": "#8ab8ff", "P90": "#3274d9", "P99": "#1f60c4"}),
-                dashed=["TTL in force"],
-                log=True,
+                Look(colours={"TTL in force": QUIET, "P50": "#c0d8ff", "P90": "#5794f2", "P99": "#b877d9"}),
+                dashed=["TTL in force"], dotted=["P50"],
+                log=True, sparse=True,
             ),
-            8, 8,
+            8, 9,
         ),
         Sized(
             bar_gauge(
                 "Turns still away after a pause",
-                "Share of answered turns whose conversation had not returned after so many seconds (time range shown): "
-                "where the bars stop falling, a longer TTL catches nobody more.",
+                "Share of answered turns whose conversation had not returned after so long a pause (time range shown): "
+                "where the bars stop falling, a longer TTL catches nobody more. *8 min* is 475 s, the usable life of "
+                "the default TTL.",
                 "percentunit",
                 away,
-                Look(decimals=0, most=1),
+                Look(decimals=0),
             ),
-            8, 16,
+            8, 9,
         ),
         Sized(
             heatmap(
@@ -416,41 +449,48 @@ def _pauses() -> list[Sized]:
                 "s",
                 Target(str(spread)),
             ),
-            8, 8,
+            8, 9,
         ),
         Sized(
             timeseries(
                 "Age of retained KV when it was used",
                 "How old retained KV was when prefill read it, or said that it needs none, against the TTL in force "
-                "(dashed).",
+                "(dashed): median (dotted) and 90th percentile. Logarithmic.",
                 "s",
                 [*ages, Target(str(ttl_in_force()), "TTL in force")],
-                Look(colours={"TTL in force": QUIET, "P50 used": "#73bf69", "P90 used": COLOURS["read"]}),
-                dashed=["TTL in force"],
+                Look(colours={"TTL in force": QUIET, "P50 used": "#96d98d", "P90 used": "#56a64b"}),
+                dashed=["TTL in force"], dotted=["P50 used"], log=True, sparse=True,
             ),
-            8, 8,
+            12, 7,
         ),
         Sized(
             bar_gauge(
-                "Retentions ended, in this range", "How retentions ended in the time range shown.", "short",
+                "Retentions ended, in this range", "How retentions ended in the time range shown.", "locale",
                 [Target(f"sort_desc({ended})", "{{end}}", instant=True)],
-                spoken(*End),
+                replace(spoken(*End), decimals=0),
             ),
-            8, 8,
+            12, 7,
         ),
     ]  # fmt: skip
 
 
 def _rare() -> list[Sized]:
     missed = per_second(engine("kvtune_retentions_missed_total"), "reason")
-    blocks = by("sum", engine("kvtune_retained_blocks", role="decode"), "instance", "engine")
-    requests = by("sum", engine("kvtune_retained_requests", role="decode"), "instance", "engine")
+    blocks = by("sum", engine("kvtune_retained_blocks", role="decode"), "instance")
+    requests = by("sum", engine("kvtune_retained_requests", role="decode"), "instance")
     given_up = per_second(router("kvtune_turns_given_up_total"))
     return [
         Sized(
             timeseries(
                 "Finished requests that were not retained", "By why decode kept nothing.", "reqps",
                 [Target(str(missed), "{{reason}}")],
+                Look(
+                    colours={reason: COLOURS[reason] for reason in Missed},
+                    names={
+                        Missed.ABORTED: "client left, or stop string", Missed.ERROR: "request failed",
+                        Missed.UNWANTED: "router wants none", Missed.DISABLED: "retention is off",
+                    },
+                ),
             ),
             8, 7,
         ),
@@ -458,8 +498,8 @@ def _rare() -> list[Sized]:
             timeseries(
                 "Requests and blocks retained", "What decode holds, in requests and in blocks.", "short",
                 [
-                    Target(str(requests), "requests {{instance}} {{engine}}"),
-                    Target(str(blocks), "blocks {{instance}} {{engine}}"),
+                    Target(str(requests), "requests {{instance}}"),
+                    Target(str(blocks), "blocks {{instance}}"),
                 ],
             ),
             8, 7,
@@ -468,7 +508,7 @@ def _rare() -> list[Sized]:
             timeseries(
                 "Conversations that did not return",
                 "Turns whose conversation had not returned when the router forgot it.",
-                "suffix: turns/s",
+                "suffix:turns/s",
                 [Target(str(given_up), "given up")],
             ),
             8, 7,

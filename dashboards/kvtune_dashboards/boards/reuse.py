@@ -19,7 +19,7 @@ from kvtune_dashboards.boards.common import (
     trace_link,
     turns,
 )
-from kvtune_dashboards.boards.formulas import of_router, prefill_saved, prefill_saved_on_average
+from kvtune_dashboards.boards.formulas import of_router, prefill_saved, prefill_saved_on_average, rows
 from kvtune_dashboards.layout import Section, Sized
 from kvtune_dashboards.panels import (
     BAD,
@@ -27,6 +27,7 @@ from kvtune_dashboards.panels import (
     FAIR,
     GOOD,
     QUIET,
+    WORDS,
     Look,
     Target,
     Threshold,
@@ -38,11 +39,23 @@ from kvtune_dashboards.panels import (
     timeseries,
 )
 from kvtune_dashboards.promql import Expr, any_of, by, increase, over_time, quantile, rate, ratio, re_, sum_by
+from kvtune_telemetry.buckets import TTFT_SECONDS
 from kvtune_telemetry.vocabulary import Decision, NoReference, Outcome, Reason, ReferenceEnd
 
 UID = "kvtune-reuse"
 OUTCOMES = spoken(*Outcome)
 TTFT = "kvtune_turn_ttft_seconds"
+GUARD: dict[str, tuple[str, str]] = {
+    f"{decision}, {reason}": (said, colour)
+    for decision, reason, said, colour in (
+        (Decision.FETCH, Reason.REWRITTEN, "proven part read", "#37872d"),
+        (Decision.RECOMPUTE, Reason.REWRITTEN, "computed: history rewritten", COLOURS["rewritten"]),
+        (Decision.RECOMPUTE, Reason.UNVERIFIED, "computed: not proven equal", "#8ab8ff"),
+        (Decision.RECOMPUTE, Reason.CONSUMED, "computed: reference used up", COLOURS["consumed"]),
+        (Decision.RECOMPUTE, Reason.ENGINE_GONE, "computed: engine gone", COLOURS["engine_gone"]),
+    )
+}
+"""Decision and reason where reading all of a reference would not have been safe -> how it is said, its colour."""
 
 
 def reused_share(window: str = STEP) -> Expr:
@@ -109,7 +122,7 @@ def _tiles() -> list[Sized]:
                 "Seconds of prefill computation that fetching saved in each second, all prefill engines together: 1 is "
                 "one engine's whole time. What computing the fetched tokens would have cost, by the cost line seen in "
                 "the last hours, less the time the reads took. Below 0 fetching costs more than it saves.",
-                "suffix: s/s",
+                "suffix:s/s",
                 [Target(str(prefill_saved_on_average()), instant=True)],
                 Look(decimals=2, thresholds=(Threshold(None, BAD), Threshold(0, GOOD))),
             ),
@@ -150,13 +163,13 @@ def _turns() -> list[Sized]:
         per_second(router("kvtune_turns_total", outcome=any_of(REUSED, *NOT_REUSED)), "job"),
     )
     before = over_time("avg", of_router("kvtune:followup_turns_reused:ratio"), "1h", "1d")
-    counted = in_range(router("kvtune_turns_total", outcome=any_of(*reasons)), "outcome").over(0)
+    counted = in_range(router("kvtune_turns_total", outcome=any_of(*NOT_REUSED)), "outcome").over(0)
     return [
         Sized(
             timeseries(
                 "Turns by outcome",
                 "Every turn, by what became of the reference to its history; each turn once.",
-                "suffix: turns/s",
+                "suffix:turns/s",
                 [Target(str(by_outcome), "{{outcome}}")],
                 OUTCOMES,
                 stack="normal",
@@ -169,7 +182,7 @@ def _turns() -> list[Sized]:
                 "The turns that could not reuse, or were not tried, by why. *Came too late*: raise the TTL. *No "
                 "reference*: the turn before ended at a stop string, or its stream carries none. *No conversation id*: "
                 "clients send none and the history tells nothing.",
-                "suffix: turns/s",
+                "suffix:turns/s",
                 [Target(str(lost), "{{outcome}}")],
                 replace(OUTCOMES, no_value="No such turn"),
                 stack="normal",
@@ -189,9 +202,10 @@ def _turns() -> list[Sized]:
         ),
         Sized(
             bar_gauge(
-                "Turns not reused, in this range",
-                "The reasons by number of turns in the time range shown.",
-                "short",
+                "Follow-up turns not reused, in this range",
+                "Of the turns that reuse was meant for: why they were not reused, by number of turns in the time range "
+                "shown. Turns that reuse was not tried for (first, hold-out, no conversation id) are not among them.",
+                "locale",
                 [Target(f"sort_desc({counted})", "{{outcome}}", instant=True)],
                 replace(OUTCOMES, decimals=0, no_value="No such turn"),
             ),
@@ -202,43 +216,43 @@ def _turns() -> list[Sized]:
 
 def _ttft_panels() -> list[Sized]:
     kinds = [
-        Target(str(_ttft(q, STEP, "job", turn=turn)), f"P{100 * q:.0f} {name}, {{{{job}}}}", exemplar=q == 0.9)
+        Target(str(_ttft(q, STEP, turn=turn)), f"P{100 * q:.0f} {name}", exemplar=q == 0.9)
         for turn, name in (("first", "first turns"), ("followup", "follow-ups"))
         for q in (0.5, 0.9)
     ]
     outcomes = [
-        Target(
-            str(_ttft(q, STEP, "job", turn="followup", outcome=outcome)), f"P{100 * q:.0f} {name}, {{{{job}}}}",
-            exemplar=q == 0.9,
-        )
+        Target(str(_ttft(q, STEP, turn="followup", outcome=outcome)), f"P{100 * q:.0f} {name}", exemplar=q == 0.9)
         for outcome, name in ((REUSED.value, "reused"), (any_of(*NOT_REUSED), "not reused"))
         for q in (0.5, 0.9)
-    ]  # fmt: skip
+    ]
     look = Look(
         links=[trace_link()],
         colours={
-            "/^P50 first/": "#8ab8ff", "/^P90 first/": "#1f60c4", "/^P50 follow/": "#ca95e5",
-            "/^P90 follow/": "#8f3bb8", "/^P50 reused/": "#73bf69", "/^P90 reused/": "#37872d",
-            "/^P50 not/": "#ffb357", "/^P90 not/": "#fa6400",
+            "P50 first turns": "#8ab8ff", "P90 first turns": "#3274d9",
+            "P50 follow-ups": "#d9b3f0", "P90 follow-ups": "#b877d9",
+            "P50 reused": "#96d98d", "P90 reused": "#56a64b",
+            "P50 not reused": "#ffb357", "P90 not reused": "#ff780a",
         },
     )  # fmt: skip
-    spread = sum_by(increase(router(f"{TTFT}_bucket", turn="followup"), STEP), "le")
+    spread = sum_by(increase(router(f"{TTFT}_bucket", turn="followup", le=rows(TTFT_SECONDS)), STEP), "le")
     return [
         Sized(
             timeseries(
                 "TTFT, first and follow-up turns",
-                "Time to first token as the client sees it, median and 90th percentile. Dots lead to traces.",
-                "s", kinds, look,
+                "Time to first token as the client sees it, median (dotted) and 90th percentile of the last "
+                "minutes. Dots lead to traces.",
+                "s", kinds, look, dotted=["/^P50/"], sparse=True,
             ),
-            8, 8,
+            8, 9,
         ),
         Sized(
             timeseries(
                 "TTFT of follow-up turns, reused and not",
-                "Time to first token of follow-up turns by whether their history was reused. Dots lead to traces.",
-                "s", outcomes, look,
+                "Time to first token of follow-up turns by whether their history was reused: median (dotted) and "
+                "90th percentile of the last minutes, where the tile above has the whole range. Dots lead to traces.",
+                "s", outcomes, look, dotted=["/^P50/"], sparse=True,
             ),
-            8, 8,
+            8, 9,
         ),
         Sized(
             heatmap(
@@ -248,7 +262,7 @@ def _ttft_panels() -> list[Sized]:
                 "s",
                 Target(str(spread), exemplar=True),
             ),
-            8, 8,
+            8, 9,
         ),
     ]  # fmt: skip
 
@@ -263,9 +277,10 @@ def _work() -> list[Sized]:
                 "Seconds of prefill saved per second",
                 "What computing the fetched tokens would have cost less what fetching them took. Needs costs of both "
                 "paths; without any computation in the last hours it is not known.",
-                "suffix: s/s",
+                "suffix:s/s",
                 [Target(str(saved), "saved")],
                 Look(colours={"saved": OUTCOMES.colours["hit"]}),
+                area=True,
             ),
             8, 8,
         ),
@@ -316,7 +331,8 @@ def _late() -> list[Sized]:
                 "see Retention and tuning.",
                 "percentunit",
                 [Target(str(expired), "came too late")],
-                Look(least=0, most=1, colours={"came too late": OUTCOMES.colours["expired"]}),
+                Look(least=0, soft_most=0.1, colours={"came too late": OUTCOMES.colours["expired"]}),
+                area=True,
             ),
             8, 8,
         ),
@@ -324,16 +340,16 @@ def _late() -> list[Sized]:
             timeseries(
                 "Age of the reference when the turn came",
                 "How long after its turn a reference was asked for, against the time to live on decode (dashed; the "
-                "shortest of the engines).",
+                "shortest of the engines): median (dotted) and 90th percentile. Logarithmic.",
                 "s",
                 [*ages, Target(str(ttl), "TTL in force")],
                 Look(
                     colours={
-                        "P50 reused": "#73bf69", "P90 reused": "#37872d", "P50 came too late": "#ffb357",
-                        "P90 came too late": "#fa6400", "TTL in force": QUIET,
+                        "P50 reused": "#96d98d", "P90 reused": "#56a64b", "P50 came too late": "#ffb357",
+                        "P90 came too late": "#ff780a", "TTL in force": QUIET,
                     }
                 ),
-                dashed=["TTL in force"],
+                dashed=["TTL in force"], dotted=["/^P50/"], log=True, sparse=True,
             ),
             8, 8,
         ),
@@ -353,7 +369,7 @@ def _late() -> list[Sized]:
 def _guard() -> list[Sized]:
     caught = per_second(router("kvtune_turns_total", outcome=Outcome.REWRITTEN))
     guarded = (Reason.REWRITTEN, Reason.UNVERIFIED, Reason.CONSUMED, Reason.ENGINE_GONE)
-    decided = per_second(engine("kvtune_decisions_total", reason=any_of(*guarded)), "decision", "reason")
+    decided = per_second(engine("kvtune_decisions_total", reason=any_of(*guarded)), "decision", "reason").over(0)
     late = per_second(engine("kvtune_kv_late_notifications_total"), "instance")
     forged = per_second(router("kvtune_forged_parameters_total"))
     return [
@@ -362,20 +378,25 @@ def _guard() -> list[Sized]:
                 "Rewritten histories caught",
                 "Turns whose history no longer began with what decode holds: found out, and computed instead of being "
                 "answered from the wrong KV.",
-                "suffix: turns/s",
+                "suffix:turns/s",
                 [Target(str(caught), "caught")],
                 Look(colours={"caught": OUTCOMES.colours["rewritten"]}),
+                area=True,
             ),
             6, 7,
         ),
         Sized(
             timeseries(
                 "Guard decisions of prefill",
-                "What prefill did where reading all of the reference would not have been safe. *fetch, rewritten* "
-                "reads "
-                "only the prefix that is proven equal.",
+                "What prefill did where reading all of the reference would not have been safe. *Proven part read*: the "
+                "history was rewritten, and only the prefix that is proven equal is read.",
                 "reqps",
                 [Target(str(decided), "{{decision}}, {{reason}}")],
+                Look(
+                    names={name: said for name, (said, _) in GUARD.items()},
+                    colours={name: colour for name, (_, colour) in GUARD.items()},
+                ),
+                stack="normal",
             ),
             6, 7,
         ),
@@ -383,7 +404,7 @@ def _guard() -> list[Sized]:
             timeseries(
                 "KV read after it was freed",
                 "Readers that reported a read of KV already freed. Must stay 0: answers may have been wrong.",
-                "cps",
+                "ops",
                 [Target(str(late), "{{instance}}")],
             ),
             6, 7,
@@ -407,10 +428,6 @@ def _rare() -> list[Sized]:
         Target(str(_ttft(0.9, STEP, turn="followup", outcome="disabled")), "P90 held out"),
         Target(str(_ttft(0.9, STEP, turn="followup", outcome=any_of(REUSED, *NOT_REUSED))), "P90 served with reuse"),
     ]
-    end_colours = dict(
-        zip(ReferenceEnd, ("#37872d", "#ff780a", "#8ab8ff", "#fade2a", "#c4162a", "#a352cc", "#890f02", "#9fa7b3"),
-            strict=True)
-    )  # fmt: skip
     return [
         Sized(
             timeseries(
@@ -418,7 +435,7 @@ def _rare() -> list[Sized]:
                 "How references ended: handed over to prefill is the good end.",
                 "ops",
                 [Target(str(ended), "{{end}}")],
-                Look(colours={end.value: colour for end, colour in end_colours.items()}),
+                spoken(*ReferenceEnd),
                 stack="normal",
             ),
             8, 8,
@@ -426,10 +443,10 @@ def _rare() -> list[Sized]:
         Sized(
             timeseries(
                 "Turns that brought no reference",
-                f"Identified conversations' turns after which the next one cannot reuse, by why: "
-                f"{', '.join(NoReference)}.",
-                "suffix: turns/s",
+                "Identified conversations' turns after which the next one cannot reuse, by why.",
+                "suffix:turns/s",
                 [Target(str(missed), "{{reason}}")],
+                spoken(*NoReference),
             ),
             8, 8,
         ),
@@ -441,9 +458,10 @@ def _rare() -> list[Sized]:
                 "s",
                 held_out,
                 Look(
-                    colours={"P90 held out": OUTCOMES.colours["disabled"], "P90 served with reuse": "#37872d"},
+                    colours={"P90 held out": QUIET, "P90 served with reuse": "#37872d"},
                     no_value="Nothing held out",
                 ),
+                sparse=True,
             ),
             8, 8,
         ),
@@ -451,10 +469,11 @@ def _rare() -> list[Sized]:
             table(
                 "Outcomes in numbers",
                 "Turns of the time range shown, by outcome.",
-                "short",
+                "locale",
                 [Target(f"sort_desc({in_range(router('kvtune_turns_total'), 'outcome')})")],
                 Look(decimals=0),
                 columns={"outcome": "Outcome", "Value": "Turns"},
+                sayings={"Outcome": {word: WORDS[word] for word in Outcome}},
             ),
             24, 9,
         ),

@@ -8,6 +8,7 @@ import 'uplot/dist/uPlot.min.css';
 
 import {
   createTheme,
+  dateTimeFormat,
   EventBusSrv,
   type DataFrame,
   type DataQueryRequest,
@@ -149,6 +150,13 @@ function start(settings: Settings): void {
   );
 }
 
+/** The time range shown as clock times, where it does not end now. */
+function clock(scene: EmbeddedScene): string {
+  const { from, to } = scene.state.$timeRange!.state.value;
+  const timeZone = scene.state.$timeRange!.getTimeZone();
+  return [from, to].map((time) => dateTimeFormat(time, { format: 'HH:mm', timeZone })).join(' to ');
+}
+
 function Page({ scene, settings }: { scene: EmbeddedScene; settings: Settings }) {
   const theme = useTheme2();
   const { title, links = [] } = settings.dashboard;
@@ -163,7 +171,7 @@ function Page({ scene, settings }: { scene: EmbeddedScene; settings: Settings })
         {links.map((link: any, index: number) => (
           <span key={index} style={chip}>{link.title}</span>
         ))}
-        <span style={chip}>{settings.to === 'now' ? `Last ${settings.from.replace(/^now-/, '')}` : `${settings.from} to ${settings.to}`}</span>
+        <span style={chip}>{settings.to === 'now' ? `Last ${settings.from.replace(/^now-/, '')}` : clock(scene)}</span>
       </div>
       <scene.Component model={scene} />
     </div>

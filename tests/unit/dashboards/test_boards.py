@@ -5,6 +5,7 @@ import importlib
 import pkgutil
 import re
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import grafana_foundation_sdk.models.units as grafana_units
@@ -17,11 +18,13 @@ import kvtune_dashboards.boards as boards_package
 from kvtune_dashboards.alerts import alerts
 from kvtune_dashboards.boards import BOARDS
 from kvtune_dashboards.boards.common import NOT_REUSED, REUSED, UNTRIED
+from kvtune_dashboards.boards.formulas import rows
 from kvtune_dashboards.config import RulesConfig
 from kvtune_dashboards.lint import UNITS, all_panels, lint, queries
 from kvtune_dashboards.panels import COLOURS
 from kvtune_dashboards.rendering import boards, to_json
 from kvtune_dashboards.semantics import examine, known_series
+from kvtune_telemetry.buckets import GAP_SECONDS, READ_SECONDS, TTFT_SECONDS
 from kvtune_telemetry.catalogue import CATALOGUE
 from kvtune_telemetry.vocabulary import Outcome
 
@@ -129,6 +132,26 @@ def test_exemplars_are_asked_for_where_the_recorder_leaves_them(board: dict[str,
             assert "kvtune_turn_ttft_seconds_bucket" in query.expr, query
 
 
+@every_board
+def test_the_chooser_of_traces_is_hidden_for_most_have_none(board: dict[str, Any]) -> None:
+    hidden = {variable["name"] for variable in board["templating"]["list"] if variable["hide"]}
+    assert hidden == {"traces"}
+
+
+@pytest.mark.parametrize(("edges", "most"), [(TTFT_SECONDS, 20), (READ_SECONDS, 20), (GAP_SECONDS, 20)])
+def test_a_heatmap_has_as_many_rows_as_can_be_told_apart(edges: tuple[float, ...], most: int) -> None:
+    exposed = [f"{edge:g}" for edge in edges] + [str(float(edge)) for edge in edges] + ["+Inf"]
+    pattern = re.compile(str(rows(edges).value).replace("\\\\", "\\"))
+    taken = {float(le) for le in exposed if pattern.fullmatch(le)}
+    # Every other edge, say, down from the last one: rows are equally high.
+    finite = sorted(taken - {float("inf")})
+    assert float("inf") in taken and 10 <= len(finite) <= most
+    places = [edges.index(edge) for edge in finite]
+    assert places[-1] == len(edges) - 1 and len({b - a for a, b in pairwise(places)}) == 1
+    # However 1 is written.
+    assert {float(le) for le in exposed[: len(edges)] if pattern.fullmatch(le)} == set(finite)
+
+
 def test_ttft_leads_to_traces() -> None:
     titles = {p["title"]: p for p in all_panels(MADE["kvtune-reuse"])}
     (link,) = titles["TTFT, first and follow-up turns"]["fieldConfig"]["defaults"]["links"]
@@ -145,7 +168,7 @@ def test_a_word_has_one_colour_on_all_boards(board: dict[str, Any]) -> None:
         for override in panel.get("fieldConfig", {}).get("overrides", ()):
             word = override["matcher"]["options"]
             colours = [c["value"]["fixedColor"] for c in override["properties"] if c["id"] == "color"]
-            if word in COLOURS and colours and panel["title"] != "References that left the router":
+            if word in COLOURS and colours:
                 assert colours == [COLOURS[word]], (panel["title"], word)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvtune_dashboards.lint import Finding, lint, lint_board
+from kvtune_dashboards.lint import Finding, lint, lint_board, room_px, title_px
 from kvtune_dashboards.rendering import boards
 from kvtune_dashboards.semantics import examine, known_series
 
@@ -14,6 +14,7 @@ KNOWN = known_series()
 GOOD = next(board for board in boards() if board["uid"] == "kvtune-reuse")
 TILE = "Follow-up turns reused"
 CHART = "Rewritten histories caught"
+WORDY = "Why turns were not reused"
 HEAT = "TTFT of follow-up turns, spread"
 TABLE = "Outcomes in numbers"
 
@@ -60,6 +61,15 @@ def defaults(where: str, /, **changed: Any) -> Break:
     return lambda board: panel(board, where)["fieldConfig"]["defaults"].update(changed)
 
 
+def custom(where: str, /, **changed: Any) -> Break:
+    return lambda board: panel(board, where)["fieldConfig"]["defaults"]["custom"].update(changed)
+
+
+def empty(where: str, /, **changed: Any) -> Break:
+    """Change how nothing is shown."""
+    return lambda board: panel(board, where)["fieldConfig"]["defaults"]["mappings"][0]["options"].update(changed)
+
+
 def chooser(where: str, /, **changed: Any) -> Break:
     return lambda board: variable(board, where).update(changed)
 
@@ -96,7 +106,19 @@ CASES: list[tuple[str, str, str, Break]] = [
     ("datasource", TILE, "A: must ask ${datasource}", asked(TILE, datasource={"uid": "${DS_PROMETHEUS}"})),
     ("ref-id", TILE, "refId A stands 2 times", lambda b: panel(b, TILE)["targets"].append(target(b, TILE))),
     ("no-value", TILE, "has no noValue", defaults(TILE, noValue="")),
-    ("no-value", TILE, "does not map NaN", defaults(TILE, mappings=[])),
+    ("no-value", TILE, "does not map nothing and NaN", defaults(TILE, mappings=[])),
+    ("no-value", TILE, "does not map nothing and NaN", empty(TILE, match="nan")),
+    ("no-value-colour", TILE, "is red where there is nothing to judge", empty(TILE, result={"text": "No traffic"})),
+    ("no-value-colour", TILE, "is red where there is nothing to judge",
+     empty(TILE, result={"text": "No traffic", "color": "red"})),
+    ("grid-hole", CHART, "leaves 6 cells empty, from column 0 of line", placed(CHART, h=6)),
+    ("grid-hole", TILE, "leaves 5 cells empty, from column 3 of line 0", placed(TILE, w=3)),
+    ("title-width", TILE, "is cut: its title is some 1", placed(TILE, w=2)),
+    ("title-width", 50 * "m", "its title is some 602 px", keys(CHART, title=50 * "m")),
+    ("axis", CHART, "needs axisSoftMax", custom(CHART, axisSoftMax=None)),
+    ("raw-word", WORDY, "the vocabulary's 'read_failed'",
+     lambda b: panel(b, WORDY)["fieldConfig"].update(overrides=[])),
+    ("unit", CHART, "unit 'suffix: turns/s' is not one", defaults(CHART, unit="suffix: turns/s")),
     ("promql", CHART, "does not parse", put(CHART, f"sum(rate({TURNS}[$__rate_interval])")),
     ("metric", CHART, "`kvtune_turn_total` is in neither",
      put(CHART, "sum(rate(kvtune_turn_total[$__rate_interval]))")),
@@ -165,6 +187,35 @@ def test_each_rule_fires_and_names_panel_and_cause(rule: str, where: str, says: 
     assert found, [str(finding) for finding in broken(change)]
     assert any(says in finding.message for finding in found), [str(finding) for finding in found]
     assert f"{where}: " in str(found[0]) and f"[{rule}]" in str(found[0])
+
+
+def test_what_is_bounded_or_logarithmic_needs_no_soft_bound() -> None:
+    for change in (defaults(CHART, max=1), custom(CHART, scaleDistribution={"type": "log", "log": 10})):
+        board = copy.deepcopy(GOOD)
+        custom(CHART, axisSoftMax=None)(board)
+        change(board)
+        assert not [finding for finding in lint([board], KNOWN) if finding.rule == "axis"]
+
+
+def test_a_word_that_the_query_leaves_out_needs_no_name() -> None:
+    def narrowed(board: dict[str, Any]) -> None:
+        panel(board, WORDY)["fieldConfig"]["overrides"] = []
+        asked(WORDY, expr=f'sum by (outcome) (rate({TURNS[:-1]},outcome=~"hit|expired"}}[$__rate_interval]))')(board)
+
+    assert broken(narrowed) == []
+
+
+@pytest.mark.parametrize(
+    ("columns", "title"), [(2, "Waiting"), (3, "Settings that differ"), (4, "Speed against a day ago")]
+)
+def test_titles_that_were_seen_to_fit(columns: int, title: str) -> None:
+    assert title_px(title) <= room_px(columns)
+
+
+@pytest.mark.parametrize(("columns", "title"), [(2, "Waiting on decode"), (3, "Targets not scraped"),
+                                                (4, "Threshold: in force and advised")])  # fmt: skip
+def test_titles_that_were_seen_to_be_cut(columns: int, title: str) -> None:
+    assert title_px(title) > room_px(columns)
 
 
 def test_two_boards_of_one_uid() -> None:

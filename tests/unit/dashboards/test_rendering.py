@@ -132,7 +132,7 @@ def test_render_and_check_from_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "a" / "b" / "kvtune-fleet.json").write_text(to_json(board))
     checked = kvtune("check", str(tmp_path / "a" / "b"))
     assert checked.returncode == 1 and "Traceback" not in checked.stderr
-    assert "kvtune-fleet: Engines that answer the router: reaches column 28 of 24 [grid-overflow]" in checked.stdout
+    assert "kvtune-fleet: Engines up: reaches column 27 of 24 [grid-overflow]" in checked.stdout
     assert "kvtune-fleet.json: line" in checked.stdout
     assert "findings in 4 dashboards" in checked.stderr
 
