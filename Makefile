@@ -8,7 +8,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_PYTHON := $(VLLM_VENV)/bin/python
 TINY := $(VLLM_VENV)/tiny-model
 
-.PHONY: help demo demo-vllm test e2e e2e-prometheus e2e-dashboards preview test-vllm e2e-vllm lint fmt check clean
+.PHONY: help demo demo-vllm test e2e e2e-prometheus e2e-dashboards preview render test-vllm e2e-vllm lint fmt check clean
 
 help:
 	@echo "make demo [ARGS='--json FILE ...']  the main job on simulated engines, with a report (two to three minutes)"
@@ -18,8 +18,9 @@ help:
 	@echo "make e2e-dashboards                 dashboards, rules and alerts against Prometheus, Alertmanager and Chromium"
 	@echo "make preview                        the dashboards drawn from live traffic into build/preview (20 minutes)"
 	@echo "make test-vllm                      the connector in vLLM's own scheduler, without servers"
-	@echo "make lint                           ruff and mypy --strict"
+	@echo "make lint                           ruff, mypy --strict, and what is rendered against its builders"
 	@echo "make fmt                            format the code"
+	@echo "make render                         dashboards, rules and their documents, after a change of their builders"
 	@echo "make clean                          remove $(VENV) and caches"
 
 # --no-compile: byte code is made when a module is first used; compiling all of it would double the time to install.
@@ -83,6 +84,13 @@ lint: $(BIN)/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/kvtune dashboards check dashboards/grafana
+	@$(BIN)/kvtune rules check dashboards/prometheus
+
+render: $(BIN)/.demo
+	@$(BIN)/kvtune dashboards render --out dashboards/grafana
+	@$(BIN)/kvtune rules render --out dashboards/prometheus --tests
+	@$(BIN)/python -m kvtune_dashboards.alerts_page docs/alerts.md
 
 fmt: $(BIN)/.dev
 	@$(BIN)/ruff check --fix .
