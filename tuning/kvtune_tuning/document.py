@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from importlib import resources
 from typing import Any
 
-from kvtune_tuning import stock, threshold, ttl
+from kvtune_tuning import certainty, missing, stock, threshold, ttl
 from kvtune_tuning.errors import NOT_ENOUGH_DATA, TuningError
 from kvtune_tuning.evidence import Evidence, Mode
 from kvtune_tuning.wording import digits
@@ -94,13 +94,25 @@ def _decide(evidence: Evidence) -> tuple[ttl.TtlAdvice, threshold.ThresholdAdvic
     bounds = evidence.bounds
     if bounds is not None:
         ttl_advice = stock.advise_ttl(bounds)
+        if ttl_advice.status == "change":
+            only = "stock series give bounds only"
+            ttl_advice = replace(ttl_advice, no_interval=None if ttl_advice.interval else only)
     else:
         ttl_advice = ttl.advise(evidence.ttl)
         if evidence.mode is Mode.ENGINES:
             ttl_advice = _as_far_as_retained(ttl_advice, evidence)
-    if evidence.stock_prefill:
-        return ttl_advice, stock.advise_threshold(evidence.threshold.current, bounds)
-    return _threshold_first(ttl_advice, evidence), threshold.advise(evidence.threshold)
+        ttl_advice = certainty.settled(evidence.ttl, _threshold_first(ttl_advice, evidence))
+    ended = evidence.ttl.token_rate * evidence.ttl.window_s
+    ttl_advice = missing.denied(ttl_advice, evidence.read_back_tokens, ended)
+    threshold_advice = (
+        stock.advise_threshold(evidence.threshold.current, bounds)
+        if evidence.stock_prefill
+        else threshold.advise(evidence.threshold)
+    )
+    return (
+        missing.without(ttl_advice, ttl.SETTING, evidence.gaps),
+        missing.without(threshold_advice, threshold.SETTING, evidence.gaps),
+    )
 
 
 def _threshold_first(advice: ttl.TtlAdvice, evidence: Evidence) -> ttl.TtlAdvice:
@@ -159,6 +171,9 @@ def _ttl(evidence: Evidence, advice: ttl.TtlAdvice) -> dict[str, Any]:
             "value_ttl_s": advice.value_s,
             "break_even_s": advice.break_even_s,
             "scarcity": advice.scarcity,
+            "gain_s_per_turn": advice.gain_s,
+            "gain_interval_s": _interval(advice.gain_interval),
+            "no_interval": advice.no_interval,
             **({} if evidence.bounds is None else {"fits_s": stock.facts(evidence.bounds)["fits_s"]}),
         },
     }
@@ -313,7 +328,7 @@ def _explain(
                 for name, line in (("recompute", threshold_advice.recompute), ("fetch", threshold_advice.fetch))
                 if line is not None
             ),
-            f"n* (where both cost the same): {_number(threshold_advice.crossing, ' tokens')}",
+            _crossing(evidence.threshold, threshold_advice),
             *map(_seen, threshold_advice.pairs),
         ],
         "costs": [
@@ -330,6 +345,18 @@ def _explain(
         ],
         "queries": queries,
     }
+
+
+def _crossing(inputs: threshold.ThresholdInputs, advice: threshold.ThresholdAdvice) -> str:
+    """n*, or what was seen instead."""
+    if advice.crossing is not None:
+        return f"n* (where both cost the same): {_number(advice.crossing, ' tokens')}"
+    seen = []
+    for name, points in (("fetched", inputs.fetch), ("computed", inputs.recompute)):
+        sizes = sorted(p.tokens for p in points)
+        over = f", of {sizes[0]:.0f} to {sizes[-1]:.0f} tokens" if sizes else ""
+        seen.append(f"{sum(p.count for p in points):.0f} {name}{over}")
+    return f"n* (where both cost the same) was not determined ({advice.reason_code}); seen: {'; '.join(seen)}"
 
 
 def _seen(pair: threshold.Pair) -> str:
@@ -363,7 +390,7 @@ def _explain_ttl(evidence: Evidence, advice: ttl.TtlAdvice) -> list[str]:
         "where costs are known it takes the memory form's place",
         _waiting(evidence, advice),
         f"value: the T that maximises useful x F(T - {i.margin_s:g}) - (1/beta) x integral of S",
-        "useful: share of the tokens of in-time returns that P really fetched, and did not hold itself",
+        "useful: share of the tokens that came back in time that prefill really fetched, and did not hold itself",
         "beta = saving x pool / scarcity: how long a token may be held for what fetching it saves",
         f"useful {useful}; beta {_number(advice.break_even_s, ' s')}",
         f"memory TTL {'unbounded' if memory is not None and math.isinf(memory) else _number(memory, ' s')}; "

@@ -6,18 +6,19 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 
 import numpy as np
 
 from kvtune_connector.policy import DEFAULT_THRESHOLD_TOKENS, DEFAULT_TTL_S, EXPIRY_MARGIN_S, EXPLORE_FACTOR
 from kvtune_telemetry.buckets import GAP_SECONDS, SIZE_EDGES
 from kvtune_telemetry.vocabulary import Decision, End, Outcome, Path, Reason, Role
-from kvtune_tuning import stock, threshold, ttl
+from kvtune_tuning import missing, stock, threshold, ttl
 from kvtune_tuning.counters import Ended, lives, steps, stretches, summed
 from kvtune_tuning.errors import TuningError
 from kvtune_tuning.gaps import GapCurves, Survival, mean_held, survival
 from kvtune_tuning.lines import CostPoint, line_of, saving_per_token
-from kvtune_tuning.series import Floats, Series, SeriesSet
+from kvtune_tuning.series import Floats, Labels, Series, SeriesSet
 from kvtune_tuning.wording import digits
 
 KAPPA_RANGE = (0.25, 4.0)
@@ -33,6 +34,9 @@ MAX_GAUGE = 1e15
 MAX_COUNTER = 1e30
 LEAST = 1e-15
 """No counter comes so far (squares of tokens do not either), and nothing but zero is smaller."""
+MIN_FALLS = 3
+FALLS = 1 / 3
+"""What falls so often, and in such a share of the scrapes, is no counter that is reset now and then."""
 MAX_AHEAD_S = 10.0
 """Scrapes further ahead of the wall clock are in the time of a simulation."""
 
@@ -97,6 +101,10 @@ class Evidence:
     """Set where the routers ask for a retention of their own."""
     model_time: bool = False
     """Times are those of a scaled simulation, not the wall clock's."""
+    gaps: tuple[missing.Gap, ...] = ()
+    """What is missing of the series, or contradicts itself."""
+    read_back_tokens: float = 0.0
+    """Tokens that prefill read back from decode, by its own count."""
     explain: tuple[str, ...] = field(default=())
 
     @property
@@ -135,6 +143,12 @@ class _Turns:
     conversations_new: float | None
     in_time_tokens: Callable[[float], float]
     """Tokens whose conversation returned within so many seconds."""
+    returned_tokens: float = 0.0
+    """Tokens held over the pauses that ended."""
+    merged: tuple[float, ...] = ()
+    """Usual bucket edges (s) that not all histograms have."""
+    unusable: tuple[str, ...] = ()
+    """Histograms whose buckets are too few to say when conversations return."""
 
     @property
     def mean_tokens(self) -> float:
@@ -152,7 +166,7 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
     series, implausible, left_out = _plausible(series)
     labelled = _roles(series)
     roles = stock.roles(series, stated, labelled)
-    routers = sorted({s.target for s in series.named("kvtune_turns_total")})
+    routers = missing.routers(series)
     mode = (
         Mode.KVTUNE if routers and labelled else Mode.ROUTER if routers
         else Mode.STOCK if not labelled and stock.engines(series) else Mode.ENGINES
@@ -220,6 +234,7 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
         costs=_costs(series, recompute, fetch, window, engines_of(Role.PREFILL)),
     )
     ttl_inputs = ttl.as_seen_waiting(ttl.unhindered(ttl_inputs, _pause(series), _backlog(series, roles)))
+    gaps = _gaps(series, mode, roles, labelled, routers, turns, usage, starved, window)
     exploring = _share(series, "explore_ratio")
     explored = {
         decision.value: _decided(series, decision, Reason.EXPLORED)[0]
@@ -238,6 +253,13 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
     restarts = _restarts(series)
     holes = _holes(series, start, end)
     checks += implausible
+    checks += [Check(gap.code, "warning" if gap.refuses or gap.weakens else "info", gap.message) for gap in gaps]
+    if turns.merged:
+        listed = ", ".join(f"{edge:g}" for edge in turns.merged)
+        checks.append(Check(
+            "bucket_edges", "warning",
+            f"not every histogram of pauses has an edge at {listed} s: the buckets on both sides are taken as one",
+        ))  # fmt: skip
     checks += _mode_checks(series, mode, labelled, roles, bounds)
     checks += _setting_checks(series, ttl_setting, threshold_setting, margin, asked)
     checks += _statement_checks(series, stated)
@@ -311,6 +333,9 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
         "pools_differ": len({pools.tokens.get(t) for t in pools.targets}) > 1,
         "decode_engines": engines_of(Role.DECODE),
         "kv_usage_p99": usage.p99,
+        "retention_room_tokens": None
+        if pool is None or usage.active_mean is None
+        else max(0.0, pool - usage.active_mean),
         "active_tokens_mean": usage.active_mean,
         "active_tokens_sd": math.sqrt(usage.active_variance),
         "waited_for_kv": starved,
@@ -334,8 +359,36 @@ def gather(series: SeriesSet, stated: stock.Stated | None = None) -> Evidence:
     return Evidence(
         start, end, facts, tuple(checks), ttl_inputs, threshold_inputs, ttl_setting, threshold_setting, mode,
         bounds, mode is Mode.STOCK or (Role.PREFILL in roles.values() and Role.PREFILL not in labelled.values()),
-        asked, series.ahead_s > MAX_AHEAD_S,
+        asked, series.ahead_s > MAX_AHEAD_S, tuple(gaps), missing.read_back(series),
     )  # fmt: skip
+
+
+def _gaps(
+    series: SeriesSet, mode: Mode, roles: dict[str, str], labelled: dict[str, str], routers: list[str], turns: _Turns,
+    usage: _Usage, starved: bool, window: float,
+) -> list[missing.Gap]:  # fmt: skip
+    """What is missing of each emitter that is there."""
+    prefill, decode = (missing.prefills(roles, labelled, role) for role in (Role.PREFILL, Role.DECODE))
+    pressed = starved or (usage.p99 is not None and usage.p99 >= ttl.POOL_SHARE)
+    found = missing.of_routers(series, routers, starved=starved)
+    found += missing.of_prefill(series, prefill)
+    found += missing.of_decode(
+        series, decode, has_router=bool(routers), could_be_short=usage.was_full, pressed=pressed
+    )  # fmt: skip
+    if mode is Mode.STOCK:
+        by_role = ({t for t, r in roles.items() if r == role} for role in (Role.DECODE, Role.PREFILL))
+        found += missing.of_stock(series, *by_role)
+    if turns.unusable and not any(name in gap.what for name in turns.unusable for gap in found):
+        found.append(missing.Gap(
+            f"missing: usable bucket edges of {', '.join(turns.unusable)}", "when conversations return is not known",
+            (ttl.SETTING,),
+        ))  # fmt: skip
+    if routers and not any(gap.refuses and ttl.SETTING in gap.refuses for gap in found):
+        found += missing.contradictions(
+            series, returned=turns.curves.returned, returned_tokens=turns.returned_tokens, ends=turns.ends * window,
+            mean_tokens=turns.mean_tokens, going_on=_alive_at_start(series),
+        )  # fmt: skip
+    return found
 
 
 def _costs(
@@ -364,6 +417,15 @@ _ENDS = ("kvtune_turn_ends_total", "kvtune_turn_end_tokens_total", "kvtune_turn_
 _RETAINED_TOKENS = "kvtune_retention_tokens_total"
 _RETURNED = (End.READ.value, End.LOCAL_HIT.value, End.RELEASED.value)
 """Ends of retentions that a returning turn brought about."""
+_AGES = "kvtune_retention_age_seconds_bucket"
+MIN_EDGES = 8
+MAX_RATIO = 4.0
+FIRST_EDGE_S = 10.0
+LAST_EDGE_S = 60.0
+"""A histogram with fewer edges, with edges further apart up to vLLM's TTL, or that begins later or ends earlier, says
+too little about pauses."""
+SCRAPED_APART = 0.005
+"""By this share, and one, a bucket may show less than a narrower one: the two may have been read at different times."""
 _GAPS = ("kvtune_turn_gap_seconds_bucket", "kvtune_turn_gap_tokens_bucket", "kvtune_turn_gap_tokens_squared_bucket")
 
 
@@ -391,12 +453,17 @@ def _plausible(series: SeriesSet) -> tuple[SeriesSet, list[Check], int]:
     """
     kept = []
     dropped: dict[tuple[str, str], list[float]] = {}
+    backwards: dict[tuple[str, str], list[float]] = {}
     for one in series.series:
         most = MAX_COUNTER
         if one.name == "vllm:kv_cache_usage_perc":
             most = MAX_USAGE
         elif not one.name.endswith(_COUNTERS):
             most = MAX_GAUGE
+        falls = len(one.resets()) if one.name.endswith(_COUNTERS) else 0
+        if falls >= MIN_FALLS and falls > FALLS * (len(one.times) - 1):
+            backwards.setdefault((one.name, one.target), []).append(falls / (len(one.times) - 1))
+            continue
         good = ((one.values >= LEAST) & (one.values <= most)) | (one.values == 0)
         if not good.all():
             key = (one.label("setting") or one.name, one.target)
@@ -404,7 +471,7 @@ def _plausible(series: SeriesSet) -> tuple[SeriesSet, list[Check], int]:
             one = Series(one.name, one.labels, one.target, one.times[good], one.values[good])
         if len(one.times):
             kept.append(one)
-    if not dropped:
+    if not dropped and not backwards:
         return series, [], 0
     checks = [
         Check(
@@ -413,6 +480,15 @@ def _plausible(series: SeriesSet) -> tuple[SeriesSet, list[Check], int]:
             f"{target}: {len(values)} value(s) of {name} cannot be, e.g. {values[0]:.3g}; they were left out",
         )
         for (name, target), values in sorted(dropped.items())
+    ]
+    checks += [
+        Check(
+            "not_a_counter",
+            "warning",
+            f"{target}: {len(shares)} series of {name} fell in {100 * max(shares):.0f} % of the scrapes, as no counter "
+            "does; they were left out",
+        )
+        for (name, target), shares in sorted(backwards.items())
     ]
     rest = SeriesSet(tuple(kept), series.scrapes, series.not_finite, series.notes, series.ahead_s)
     return rest, checks, sum(len(values) for values in dropped.values())
@@ -519,8 +595,8 @@ def _alive_at_start(series: SeriesSet) -> float:
 def _from_router(series: SeriesSet, window: float) -> _Turns:
     """Ends and returns of turns as kvtune's router counts them."""
     ended = [Ended(series.named(name)) for name in _ENDS]
-    counts = [_bucket_counts(series, name) for name in _GAPS]
-    edges = np.asarray(GAP_SECONDS, dtype=np.float64)
+    found = histograms(series, _GAPS)
+    edges, counts = found.edges, found.counts
     turns, exposure = survival(edges, counts[0][:-1], ended[0].exposed)
     used = len(exposure)
     tokens, _ = survival(edges, counts[1][:-1], ended[1].exposed, used)
@@ -530,8 +606,13 @@ def _from_router(series: SeriesSet, window: float) -> _Turns:
     return _Turns(
         GapCurves(turns, tokens, squares, float(counts[0].sum()), exposure), ended[1], ended[0].before,
         ends, end_tokens, end_squares, new + _alive_at_start(series), new,
-        lambda usable_s: float(counts[1][:-1][edges <= usable_s].sum()),
+        lambda usable_s: _up_to(edges, counts[1], usable_s), float(counts[1].sum()), found.merged, found.unusable,
     )  # fmt: skip
+
+
+def _up_to(edges: Floats, counts: Floats, seconds: float) -> float:
+    """What the buckets hold up to so many seconds; a bucket that reaches beyond counts in proportion."""
+    return float(np.interp(seconds, np.concatenate(([0.0], edges)), np.concatenate(([0.0], np.cumsum(counts[:-1])))))
 
 
 def _from_vllm(series: SeriesSet, decode: set[str], window: float) -> _Turns:
@@ -552,9 +633,8 @@ def _from_retentions(series: SeriesSet, decode: set[str], window: float, ttl_s: 
     and the second moment is that of the prompts. There are at least as many conversations as retained at a time.
     """
     started, tokens = (Ended(series.named(name)) for name in ("kvtune_retentions_total", _RETAINED_TOKENS))
-    counts = sum((_bucket_counts(series, "kvtune_retention_age_seconds_bucket", end=end) for end in _RETURNED),
-                 np.zeros(len(GAP_SECONDS) + 1))  # fmt: skip
-    edges = np.asarray(GAP_SECONDS, dtype=np.float64)
+    found = histograms(series, (_AGES,), lambda s: s.label("end") in _RETURNED)
+    edges, counts = found.edges, found.counts[0]
     below = int(np.searchsorted(edges, ttl_s))
     if below < len(edges):
         edges = np.append(edges[:below], ttl_s)
@@ -568,22 +648,88 @@ def _from_retentions(series: SeriesSet, decode: set[str], window: float, ttl_s: 
         rate * rate / ends * stock.spread(series, decode) if ends > 0 else 0.0,
         float(summed(held, times).max(initial=0.0)), None,
         lambda usable_s: rate * window * (1.0 - float(curve.at(np.array([usable_s]))[0])),
+        merged=found.merged, unusable=found.unusable,
     )  # fmt: skip
 
 
-def _bucket_counts(series: SeriesSet, name: str, end: str | None = None) -> Floats:
-    """Increments of each bucket alone, shape (edges + 1,). Buckets of another layout are put where they fit."""
-    edges = (*GAP_SECONDS, math.inf)
-    upto = np.zeros(len(edges))
-    for one in series.named(name, lambda s: end in (None, s.label("end"))):
-        try:
-            edge = float(one.label("le") or "nan")
-        except ValueError:
-            continue
-        for i, mine in enumerate(edges):
-            if math.isclose(edge, mine, rel_tol=1e-6) or edge == mine:
-                upto[i] += one.increase()
-    return np.asarray(np.maximum(0.0, np.diff(np.concatenate(([0.0], upto)))), dtype=np.float64)
+@dataclass(frozen=True, slots=True)
+class Histograms:
+    """Increments of buckets on the edges that all the histograms have."""
+
+    edges: Floats
+    """Finite upper edges (s), shape (n,)."""
+    counts: tuple[Floats, ...]
+    """For each name, increments of each bucket alone, shape (n + 1,): the last is what lies beyond the edges."""
+    merged: tuple[float, ...]
+    """Edges of kvtune's own layout that some of the histograms lack (s)."""
+    unusable: tuple[str, ...]
+    """Names whose edges are too few, or too far apart, to say anything."""
+
+
+def histograms(series: SeriesSet, names: tuple[str, ...], where: Callable[[Series], bool] | None = None) -> Histograms:
+    """Increments of the buckets of all histograms with these names, on the edges they share.
+
+    Where one lacks an edge, or its count there contradicts those at other edges, the two buckets beside it are one:
+    no mass is counted twice or put where it was not seen.
+    """
+    usual = np.asarray(GAP_SECONDS, dtype=np.float64)
+    found: dict[str, list[dict[float, float]]] = {name: [] for name in names}
+    for name in names:
+        groups: dict[tuple[str, frozenset[tuple[str, str]]], dict[float, float]] = {}
+        for one in series.named(name, where):
+            try:
+                edge = float(f"{float(one.label('le') or 'nan'):.6g}")
+            except ValueError:
+                continue
+            if edge > 0:
+                key = (one.target, frozenset(pair for pair in one.labels if pair[0] != "le"))
+                upto = groups.setdefault(key, {})
+                upto[edge] = upto.get(edge, 0.0) + one.increase()
+        found[name] = [_rising(upto) for upto in groups.values()]
+    sets = [{edge for edge in upto if math.isfinite(edge)} for groups_of in found.values() for upto in groups_of]
+    common = set.intersection(*sets) if sets else set()
+    unusable = tuple(name for name in names if not found[name] or not all(map(_enough, found[name])))
+    if not unusable and not _enough(dict.fromkeys(common, 0.0)):
+        unusable = names
+    if unusable:
+        return Histograms(usual, tuple(np.zeros(len(usual) + 1) for _ in names), (), unusable)
+    edges = sorted(common)
+    counts = []
+    for name in names:
+        total = np.zeros(len(edges) + 1)
+        for upto in found[name]:
+            so_far = [upto[edge] for edge in edges]
+            total += np.diff(np.concatenate(([0.0], so_far, [max(upto.values())])))
+        counts.append(np.asarray(np.maximum(0.0, total), dtype=np.float64))
+    merged = tuple(float(edge) for edge in usual if not any(math.isclose(edge, e, rel_tol=1e-5) for e in edges))
+    return Histograms(np.asarray(edges, dtype=np.float64), tuple(counts), merged, ())
+
+
+def _rising(upto: dict[float, float]) -> dict[float, float]:
+    """Cumulative counts by edge, but for the fewest edges without which they do not rise."""
+    edges = sorted(upto)
+    length, before = [1] * len(edges), [-1] * len(edges)
+    for j in range(len(edges)):
+        for i in range(j):
+            if upto[edges[i]] <= upto[edges[j]] * (1 + SCRAPED_APART) + 1 and length[i] + 1 > length[j]:
+                length[j], before[j] = length[i] + 1, i
+    last = max(range(len(edges)), key=lambda j: length[j], default=-1)
+    kept = []
+    while last >= 0:
+        kept.append(edges[last])
+        last = before[last]
+    most = 0.0
+    rising = {}
+    for edge in reversed(kept):
+        most = rising[edge] = max(most, upto[edge])
+    return rising
+
+
+def _enough(upto: dict[float, float]) -> bool:
+    """Whether the edges are enough, and close enough to each other, for a curve."""
+    edges = sorted(edge for edge in upto if math.isfinite(edge))
+    near = all(b <= MAX_RATIO * a for a, b in pairwise(edges) if b <= DEFAULT_TTL_S)
+    return len(edges) >= MIN_EDGES and near and edges[0] <= FIRST_EDGE_S and edges[-1] >= LAST_EDGE_S
 
 
 def _times(kappa: float) -> str:
@@ -598,7 +744,7 @@ def _kappa(
 ) -> tuple[float | None, float | None, float | None]:
     """Observed over predicted retained tokens of all decode engines, with both means; None where not comparable."""
     gauges = [s for s in series.named("kvtune_retained_tokens") if s.target in pools.targets]
-    if not gauges:
+    if not gauges or {s.target for s in gauges} != set(pools.targets):
         return None, None, None
     begun = min(float(s.times[0]) for s in gauges)
     usual = _interval(series) or 0.0
@@ -613,11 +759,17 @@ def _kappa(
     return min(max(observed / predicted, KAPPA_RANGE[0]), KAPPA_RANGE[1]), observed, predicted
 
 
+LEAST_FULL = 0.5
+"""Below this usage a pool has room for any request."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Usage:
     p99: float | None
     active_mean: float | None
     active_variance: float
+    was_full: bool = False
+    """Some decode engine was so full at times that requests may have waited for room."""
 
 
 def _usage(series: SeriesSet, roles: dict[str, str], pools: _Pools, labelled: set[str]) -> _Usage:
@@ -630,6 +782,7 @@ def _usage(series: SeriesSet, roles: dict[str, str], pools: _Pools, labelled: se
         if roles.get(one.target) == Role.DECODE:
             by_target.setdefault(one.target, []).append(one)
     p99 = [float(np.quantile(one.values, 0.99)) for ranks in by_target.values() for one in ranks]
+    was_full = any((one.values >= LEAST_FULL).any() for ranks in by_target.values() for one in ranks)
     active: list[Floats] = []
     for target, ranks in by_target.items():
         pool = pools.tokens.get(target)
@@ -646,10 +799,10 @@ def _usage(series: SeriesSet, roles: dict[str, str], pools: _Pools, labelled: se
         used = sum((np.interp(times, one.times, one.values) for one in ranks), np.zeros_like(times)) / len(ranks)
         active.append(np.maximum(0.0, used * pool - summed(retained, times)))
     if not active:
-        return _Usage(max(p99, default=None), None, 0.0)
+        return _Usage(max(p99, default=None), None, 0.0, was_full)
     means = [float(a.mean()) for a in active]
     worst = int(np.argmax(means))
-    return _Usage(max(p99), means[worst], float(active[worst].var()))
+    return _Usage(max(p99), means[worst], float(active[worst].var()), was_full)
 
 
 def _starved(series: SeriesSet, roles: dict[str, str], pools: _Pools, mean_tokens: float) -> tuple[bool, float]:
@@ -671,7 +824,7 @@ def _starved(series: SeriesSet, roles: dict[str, str], pools: _Pools, mean_token
         pool = pools.tokens.get(waiting.target)
         if not usage or not pool:
             continue
-        full = max(0.5, min(ttl.POOL_SHARE, 1.0 - 1.5 * mean_tokens / pool))
+        full = max(LEAST_FULL, min(ttl.POOL_SHARE, 1.0 - 1.5 * mean_tokens / pool))
         at = np.interp(waiting.times, usage[0].times, usage[0].values)
         short += int(((waiting.values > 0) & (at >= full)).sum())
         total += len(waiting.times)
@@ -682,11 +835,17 @@ def _points(series: SeriesSet, path: Path, start: float, end: float) -> tuple[Co
     """Mean costs by size class and stretch of the window, summed over engines first so that replicas add up."""
     cuts = stretches(start, end, max((len(t) for t in series.scrapes.values()), default=2))
 
-    def of(name: str, size: str) -> Floats:
-        return steps(series.named(name, path=path.value, size=size), cuts)
-
+    names = ("kvtune_path_observations_total", "kvtune_path_tokens_total", "kvtune_path_seconds_total")
     points = []
     for size in (*map(str, SIZE_EDGES), "inf"):
+        # of engines that expose all three: a mean is a quotient of two
+        sets = [{(s.target, s.labels) for s in series.named(name, path=path.value, size=size)} for name in names]
+        whole = set.intersection(*sets)
+
+        def of(name: str, size: str, whole: set[tuple[str, Labels]] = whole) -> Floats:
+            found = series.named(name, path=path.value, size=size)
+            return steps([one for one in found if (one.target, one.labels) in whole], cuts)
+
         count = of("kvtune_path_observations_total", size)
         if not count.any():
             continue
@@ -764,18 +923,32 @@ def _useful(series: SeriesSet, turns: _Turns, usable_s: float) -> tuple[float, f
 def _ttft(series: SeriesSet) -> float | None:
     """Mean TTFT of follow-up turns that were answered."""
 
-    def answered(s: Series) -> bool:
-        return s.label("outcome") != Outcome.ERROR
+    return _mean(series, "kvtune_turn_ttft_seconds", lambda s: s.label("outcome") != Outcome.ERROR, turn="followup")
 
-    total = series.increase("kvtune_turn_ttft_seconds_sum", answered, turn="followup")
-    count = series.increase("kvtune_turn_ttft_seconds_count", answered, turn="followup")
-    return total / count if total is not None and count else None
+
+def _mean(series: SeriesSet, name: str, where: Callable[[Series], bool] | None = None, **labels: str) -> float | None:
+    """The mean of a histogram over the window, of the series that expose both its sum and its count."""
+    sums, counts = (
+        {(s.target, s.labels): s.increase() for s in series.named(f"{name}_{part}", where, **labels)}
+        for part in ("sum", "count")
+    )
+    both = sums.keys() & counts.keys()
+    count = sum(counts[key] for key in both)
+    return sum(sums[key] for key in both) / count if count > 0 else None
 
 
 def _pause(series: SeriesSet) -> float | None:
     """Mean pause between a turn's end and the next turn (s)."""
-    total, count = (series.increase(f"kvtune_turn_gap_seconds_{part}") for part in ("sum", "count"))
+    mean = _mean(series, "kvtune_turn_gap_seconds")
+    if mean is not None:
+        return mean
+    total, count = series.increase("kvtune_turn_gap_seconds_sum"), _whole_count(series, "kvtune_turn_gap_seconds")
     return total / count if total is not None and count else None
+
+
+def _whole_count(series: SeriesSet, name: str) -> float:
+    """Observations of a histogram by its widest bucket."""
+    return sum(s.increase() for s in series.named(f"{name}_bucket") if (s.label("le") or "").lower() in ("+inf", "inf"))
 
 
 def _backlog(series: SeriesSet, roles: dict[str, str]) -> float:
@@ -848,8 +1021,8 @@ def _setting_checks(
         if setting.assumed:
             checks.append(Check(
                 "assumed_setting", "warning",
-                f"{name} is not exposed; vLLM's default {digits(setting.value)}{unit} is assumed; "
-                f"state what is in force ({flag})",
+                f"{name} is not exposed (kvtune_connector_setting); vLLM's default {digits(setting.value)}{unit} is "
+                f"assumed; state what is in force ({flag})",
             ))  # fmt: skip
         elif len(setting.values) > 1:
             listed = ", ".join(digits(v) for v in setting.values)
@@ -904,12 +1077,24 @@ def _setting_checks(
 def _statement_checks(series: SeriesSet, stated: stock.Stated) -> list[Check]:
     """What engines say themselves is believed, whatever is stated."""
     checks = []
-    for name, value in ((ttl.SETTING, stated.ttl_s), (threshold.SETTING, stated.threshold)):
-        exposed = {float(s.values[-1]) for s in series.named("kvtune_connector_setting", setting=name)}
-        if value is not None and exposed and value not in exposed:
+    for name, value, flag, role in (
+        (ttl.SETTING, stated.ttl_s, "--current-ttl", Role.DECODE),
+        (threshold.SETTING, stated.threshold, "--current-threshold", Role.PREFILL),
+    ):
+        found = series.named("kvtune_connector_setting", setting=name, role=role.value)
+        exposed = {float(s.values[-1]) for s in found}
+        if value is None or not exposed:
+            continue
+        said = ", ".join(map(digits, sorted(exposed)))
+        if exposed != {value}:
             checks.append(Check(
                 "stated_differs", "warning",
-                f"{name} is stated to be {digits(value)}, but engines say {', '.join(map(digits, sorted(exposed)))}",
+                f"{flag} {digits(value)} is not used: engines say that {name} is {said} (kvtune_connector_setting), "
+                f"and that counts",
+            ))  # fmt: skip
+        else:
+            checks.append(Check(
+                "stated_needless", "info", f"{flag} {digits(value)} is not needed: engines say the same of {name}",
             ))  # fmt: skip
     return checks
 

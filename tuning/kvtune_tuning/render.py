@@ -25,6 +25,8 @@ _MODE = {
 }
 _APART = 0.1
 """Differences of this share of the pool are worth a word."""
+_ROUNDED = 1e-4
+"""Figures of a document are rounded."""
 
 
 def render_table(document: dict[str, Any], *, width: int = WIDTH, color: bool = False) -> str:
@@ -87,9 +89,12 @@ def _report(console: Any, document: dict[str, Any]) -> None:
     ))  # fmt: skip
     if bounds is not None:
         console.print(Text(
-            f"retentions that lapsed unread {_percents(bounds['lapsed_share_bounds'])}, prefill requests that read "
-            f"back {_percents(bounds['read_share'])}, tokens they took from decode "
-            f"{_percent(bounds['read_token_share'])}; tensor parallel {bounds['ranks']['lapses'] or 'not known'}"
+            f"of what decode retained, {_percents(bounds['lapsed_share_bounds'])} lapsed before anybody fetched it"
+        ))  # fmt: skip
+        console.print(Text(
+            f"of prefill's requests, {_percents(bounds['read_share'])} fetched KV from decode; of its prompt tokens, "
+            f"{_percent(bounds['read_token_share'])} came that way; tensor parallel "
+            f"{bounds['ranks']['lapses'] or 'not known'}"
         ))  # fmt: skip
     for one in document["recommendations"]:
         console.print()
@@ -109,11 +114,21 @@ def _report(console: Any, document: dict[str, Any]) -> None:
             console.print(
                 Padding(Text(f"bound by {', '.join(one['clamped_by'])}; uncapped {_g(one['uncapped'])}"), (0, 0, 0, 2))
             )
+        if one["status"] == "change" and (why := one["model"].get("no_interval")):
+            console.print(Padding(Text(f"no interval: {why}"), (0, 0, 0, 2)))
+        if (gain := one["model"].get("gain_interval_s")) and one["unit"] == "seconds":
+            saved = one["model"]["gain_s_per_turn"]
+            console.print(Padding(Text(
+                f"time to first token {_signed_ms(-saved)} a turn by the model, with 90 % certainty between "
+                f"{_signed_ms(-gain[1])} and {_signed_ms(-gain[0])}"
+            ), (0, 0, 0, 2)))  # fmt: skip
         if one["retry_after"]:
             console.print(Padding(Text(_again(document, one["retry_after"])), (0, 0, 0, 2)))
         if one["counterfactual"]:
             console.print(Padding(Text("modelled at each value, none of it measured:", "dim"), (0, 0, 0, 2)))
             console.print(Padding(_rows(one), (0, 0, 0, 2)))
+            if capped := _capped(one, facts):
+                console.print(Padding(Text(capped, "dim"), (0, 0, 0, 2)))
             if apart := _apart(one, facts):
                 console.print(Padding(Text(apart, "dim"), (0, 0, 0, 2)))
     console.print()
@@ -158,6 +173,16 @@ def _hanging(mark: Any, text: str) -> Any:
     return grid
 
 
+def _capped(one: dict[str, Any], facts: dict[str, Any]) -> str:
+    """What pinned figures are bounded by, where they are; empty if they are not."""
+    room = facts["retention_room_tokens"]
+    if one["unit"] != "seconds" or room is None:
+        return ""
+    if not any(row["pinned_tokens_p99"] >= room * (1 - _ROUNDED) for row in one["counterfactual"]):
+        return ""
+    return f"pinned is at most {_tokens(room)}, what active requests leave of the pool; what is beyond it waits"
+
+
 def _apart(one: dict[str, Any], facts: dict[str, Any]) -> str:
     """Why the model and the measurement of the pool's usage differ at the value in force; empty if they hardly do."""
     at: dict[float, dict[str, Any]] = {row["value"]: row for row in one["counterfactual"]}
@@ -188,7 +213,9 @@ def _rows(one: dict[str, Any]) -> Any:
     table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False)
     names: tuple[str, ...]
     if one["unit"] == "seconds":
-        names = ("TTL", "turns reused", "of returning", "pinned mean", "pinned P99", "pool P99", "TTFT mean")
+        absolute = any(row["ttft_mean_s"] is not None for row in one["counterfactual"])
+        ttft = "TTFT mean" if absolute else "TTFT to now"
+        names = ("TTL", "in time", "of returning", "pinned mean", "pinned P99", "pool P99", ttft)
     else:
         names = ("threshold", "fetched", "history cost", "TTFT mean")
     for name in (*names, ""):
@@ -204,7 +231,7 @@ def _rows(one: dict[str, Any]) -> Any:
             cells = (
                 f"{_g(row['value'])} s", _percent(row["hit_ratio"]), _percent(row["hit_ratio_returning"]),
                 _tokens(row["pinned_tokens_mean"]), _tokens(row["pinned_tokens_p99"]), _percent(row["pool_share_p99"]),
-                _ms(row["ttft_mean_s"]),
+                _ms(row["ttft_mean_s"]) if absolute else _signed_ms(row["ttft_change_s"]),
             )  # fmt: skip
         else:
             cells = (
@@ -235,6 +262,13 @@ def _percents(pair: list[float] | None) -> str:
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1000 * seconds:.1f} ms"
+
+
+def _signed_ms(seconds: float | None) -> str:
+    """A difference; of a second or more, in seconds."""
+    if seconds is None:
+        return "-"
+    return f"{seconds:+.2f} s" if abs(seconds) >= 1 else f"{1000 * seconds:+.0f} ms"
 
 
 def _tokens(value: float | None) -> str:

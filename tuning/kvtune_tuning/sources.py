@@ -26,11 +26,16 @@ from kvtune_tuning.recording import (
 )
 from kvtune_tuning.series import Collector, SeriesSet
 
+LEAST_ROUNDS = 2
+MOST_DAMAGED = 0.25
+"""Snapshots of a target that must be left, and the share that may be damaged, for the others to be read."""
+
 
 def read_snapshots(directory: str | os.PathLike[str]) -> SeriesSet:
     """Read a directory that `kvtune record` wrote.
 
-    Raises TuningError: `no_such_directory`, `empty_snapshot`, `bad_file_name`, `not_an_exposition`, `cannot_read`.
+    Files that are damaged are skipped, and said to be. Raises TuningError: `no_such_directory`, `empty_snapshot`,
+    `bad_file_name`; and `not_an_exposition` or `cannot_read` where that leaves too few of a target.
     """
     path = Path(directory)
     if not path.is_dir():
@@ -67,21 +72,57 @@ def read_snapshots(directory: str | os.PathLike[str]) -> SeriesSet:
             f"{path}: no *.prom files",
             "Record some: kvtune record --scrape http://router:9400/metrics --out DIR",
         )
+    whole = {file for _, _, file in named if _ends_whole(file)}
+    rounds: dict[str, int] = {}
+    damaged: dict[str, list[TuningError]] = {}
     for time_s, target, file in sorted(named, key=lambda item: item[:2]):
+        rounds[target] = rounds.get(target, 0) + 1
         try:
-            text = file.read_text(encoding="utf-8")
-            # A scrape is written at once: a name that is later than the file is in the time of a simulation.
+            text = _text(file)
+            # Every page ends with its line; one that does not was cut, unless a tool took all the ends away.
+            if whole and file not in whole and text:
+                raise TuningError(
+                    "not_an_exposition", f"{file}: cut inside its last line", "Remove the file, or record again."
+                )
+            _take(collector, time_s, target, text, str(file))
+        except TuningError as error:
+            damaged.setdefault(target, []).append(error)
+            continue
+        # A scrape is written at once: a name that is later than the file is in the time of a simulation.
+        with contextlib.suppress(OSError):
             collector.ahead_s = max(collector.ahead_s, time_s - file.stat().st_mtime)
-        except UnicodeDecodeError:
-            raise TuningError(
-                "not_an_exposition", f"{file}: not UTF-8 text", "Remove the file, or record the snapshots again."
-            ) from None
-        except OSError as error:
-            raise TuningError("cannot_read", f"{file}: {error.strerror}", "Check the file's permissions.") from None
-        _take(collector, time_s, target, text, str(file))
+    for target, errors in damaged.items():
+        if rounds[target] - len(errors) < LEAST_ROUNDS or len(errors) > MOST_DAMAGED * rounds[target]:
+            raise errors[0]
+    for target, errors in sorted(damaged.items()):
+        collector.notes.append(
+            f"{target}: {len(errors)} of {rounds[target]} snapshots are damaged and were skipped ({errors[0].message})"
+        )
     if skipped:
         collector.notes.append(f"{len(skipped)} file(s) skipped, their names carry no time: {', '.join(skipped[:3])}")
     return collector.collected()
+
+
+def _ends_whole(file: Path) -> bool:
+    """Whether a file ends with the end of a line."""
+    try:
+        with file.open("rb") as opened:
+            opened.seek(-1, os.SEEK_END)
+            return opened.read() == b"\n"
+    except OSError:
+        return False
+
+
+def _text(file: Path) -> str:
+    """A snapshot's text. Raises TuningError: `not_an_exposition`, `cannot_read`."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise TuningError(
+            "not_an_exposition", f"{file}: not UTF-8 text", "Remove the file, or record the snapshots again."
+        ) from None
+    except OSError as error:
+        raise TuningError("cannot_read", f"{file}: {error.strerror}", "Check the file's permissions.") from None
 
 
 def _take(collector: Collector, time_s: float, target: str, text: str, where: str) -> None:

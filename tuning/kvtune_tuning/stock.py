@@ -61,7 +61,7 @@ DOUBT = 1.2
 MIN_COSTS = 200.0
 MIN_RANGE = 2.0
 """Means of stretches must differ by this factor before a line is laid through them."""
-NOT_KNOWN = "pauses between turns, hits by outcome, and why a turn was not reused"
+NOT_KNOWN = "pauses between turns, hits by outcome, and why a turn had no hit"
 NOT_KNOWN_OF_PREFILL = (
     "declined reads apart from lapsed leases, sizes of what was fetched or computed, and whether what was read was "
     "right"
@@ -567,13 +567,13 @@ def advise_ttl(inputs: StockInputs) -> ttl.TtlAdvice:
     if unread and i.lapsed == 0:
         return cannot(
             "nothing_retained",
-            "nothing was read back and nothing lapsed: bidirectional_kv_xfer seems off, or the TTL in force is longer "
+            "nothing was fetched and nothing lapsed: bidirectional_kv_xfer seems off, or the TTL in force is longer "
             f"than the {now} s taken",
         )
     if unread and i.lapsed_share[1] >= NEVER_READ:
         return replace(
             blank, status="off", reason_code="never_read", uncapped=0.0,
-            reason=f"switch retention off, or make it useful: {lapse}, and prefill read nothing back; streamed answers "
+            reason=f"switch retention off, or make it useful: {lapse}, and prefill fetched nothing; streamed answers "
             "of vLLM 0.32 carry no reference, so a stock proxy has none to hand over (kvtune's connector and router "
             "do)",
         )  # fmt: skip
@@ -692,7 +692,9 @@ def facts(i: StockInputs) -> dict[str, Any]:
         "reads": reads,
         "read_share": None if reads is None or i.prefill_requests <= 0
         else [min(1.0, r / i.prefill_requests) for r in reads],
-        "read_token_share": i.read_tokens / i.prompt_tokens if i.prompt_tokens > 0 else None,
+        # reads without tokens: the series that counts them is not there, or does not count them
+        "read_token_share": None if i.prompt_tokens <= 0 or (i.reads and not i.read_tokens)
+        else i.read_tokens / i.prompt_tokens,
         "lapses_or_declines_on_prefill": i.lapses_or_declines,
         "retained_tokens": None if i.retained is None else list(i.retained),
         "held_s": None if i.held is None else list(i.held),

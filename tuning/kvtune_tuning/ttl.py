@@ -171,6 +171,8 @@ class TtlRow:
     ttft_mean_s: float | None
     bound: bool
     """Longer than the gaps that could be observed: the row is a bound (hits from below, memory from above)."""
+    ttft_change_s: float | None = None
+    """Mean time to first token by the model, less that at the TTL in force."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,12 @@ class TtlAdvice:
     retry_after_s: float | None = None
     waiting_s: float | None = None
     """The TTL with the least expected time to first token; None when costs are not known."""
+    gain_s: float | None = None
+    """By how much the change improves the expected time to first token (s a turn); None when costs are not known."""
+    gain_interval: tuple[float, float] | None = None
+    """5 and 95 % of `gain_s`."""
+    no_interval: str | None = None
+    """Why a change comes without an interval."""
 
 
 def _grid(inputs: TtlInputs) -> Floats:
@@ -298,7 +306,7 @@ def expected(inputs: TtlInputs, costs: Costs, ttl_s: Floats) -> Floats:
 def unhindered(inputs: TtlInputs, pause_s: float | None, backlog: float) -> TtlInputs:
     """The inputs at the rate of turns that would come if none had to wait for room.
 
-    Conversations go round: a turn, a pause (`pause_s` on average), the next turn. What they wait for room slows them,
+    Conversations go round: a turn, a pause (`pause_s` on average), the next turn. What turns wait for room slows them,
     so that a crowded pool sees less demand than there is; it cannot have slowed more turns than those that came to
     wait (`backlog`: by so many more requests wait at the window's end than at its begin) and their conversations' rest.
     """
@@ -306,9 +314,11 @@ def unhindered(inputs: TtlInputs, pause_s: float | None, backlog: float) -> TtlI
         return inputs
     prefill = float(prefill_seconds(inputs, inputs.costs, np.asarray([inputs.current_s]))[0])
     waited = max(0.0, inputs.ttft_followup_s - prefill)
-    ending = max(LEAST_ENDING, float(inputs.curves.turns.values[-1]))
-    queued = max(0.0, backlog) / max(1.0, inputs.ends) / ending
-    factor = min(max(MOST_HELD_BACK, 1.0 + queued), 1.0 + waited / (pause_s + prefill))
+    ending = float(inputs.curves.turns.values[-1])
+    queued = max(0.0, backlog) / max(1.0, inputs.ends) / max(LEAST_ENDING, ending)
+    # Who begins a conversation has not waited before.
+    held_back = (1.0 - ending) * waited / (pause_s + prefill)
+    factor = 1.0 + min(max((MOST_HELD_BACK - 1.0) * (1.0 - ending), queued), held_back)
     return replace(
         inputs,
         token_rate=inputs.token_rate * factor,
@@ -714,7 +724,7 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
         code = "late_returns"
         reason = (
             f"{digits(current)} -> {target:.0f} s: the pool has room ({usage}) and conversations return later; turns "
-            f"reused {100 * now.hit_ratio:.1f} -> {100 * then.hit_ratio:.1f} %"
+            f"back in time {100 * now.hit_ratio:.1f} -> {100 * then.hit_ratio:.1f} %"
         )
     else:
         code = "pool_pressure"
@@ -727,7 +737,7 @@ def advise(inputs: TtlInputs) -> TtlAdvice:
         }[binding]
         reason = (
             f"{digits(current)} -> {target:.0f} s: {why}, at {_rate(inputs)}; "
-            f"turns reused {100 * now.hit_ratio:.1f} -> {100 * then.hit_ratio:.1f} %"
+            f"turns back in time {100 * now.hit_ratio:.1f} -> {100 * then.hit_ratio:.1f} %"
         )
     cap = min((v for k, v in bounds.items() if k != form), default=MAX_TTL_S)
     interval = _interval(inputs, max(MIN_TTL_S, cap)) if binding == form else None

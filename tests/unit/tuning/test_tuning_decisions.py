@@ -716,6 +716,17 @@ def test_the_wait_that_was_seen_says_how_much_is_waited() -> None:
     assert ttl.as_seen_waiting(slack) == slack, "no wait is expected: a long first token has other reasons"
 
 
+def test_who_begins_a_conversation_has_not_been_held_back() -> None:
+    """Of a chat's turns three in four are the last: however long they wait, no more turns are hidden than return."""
+    one = inputs(costs=COSTS, starved=True, ttft_followup_s=1e6)
+    chat = replace(
+        one,
+        curves=replace(one.curves, turns=Survival(one.curves.turns.edges, 1 - 0.25 * (1 - one.curves.turns.values))),
+    )
+    assert ttl.unhindered(one, 150.0, 0.0).raised_by == pytest.approx(1.95)
+    assert ttl.unhindered(chat, 150.0, 0.0).raised_by == pytest.approx(1.2375)
+
+
 def test_a_small_step_out_of_a_crowded_pool_is_taken() -> None:
     one = inputs(costs=COSTS, starved=True, usage_p99=1.0, pool_tokens=2_500_000.0, current_s=80.0)
     before, after = ttl.expected(one, COSTS, np.array([80.0, 70.0]))
@@ -791,14 +802,15 @@ def test_waiting_slows_conversations_and_hides_demand() -> None:
     prefill = float(ttl.prefill_seconds(one, COSTS, np.array([480.0]))[0])
     more = ttl.unhindered(one, 150.0, 0.0)
     factor = more.raised_by
-    assert factor == pytest.approx(1 + (60 - prefill) / (150 + prefill))
+    ending = float(one.curves.turns.values[-1])
+    assert factor == pytest.approx(1 + (1 - ending) * (60 - prefill) / (150 + prefill))
     assert more.token_rate == pytest.approx(one.token_rate * factor)
     assert more.costs is not None and more.costs.turns_per_s == pytest.approx(factor)
     stalled = replace(one, ttft_followup_s=1e6)
-    assert ttl.unhindered(stalled, 150.0, 0.0).raised_by == ttl.MOST_HELD_BACK
-    assert ttl.unhindered(stalled, 150.0, -9.0).raised_by == ttl.MOST_HELD_BACK
+    most = 1 + (1 - ending) * (ttl.MOST_HELD_BACK - 1)
+    assert ttl.unhindered(stalled, 150.0, 0.0).raised_by == pytest.approx(most)
+    assert ttl.unhindered(stalled, 150.0, -9.0).raised_by == pytest.approx(most)
     # as many more wait as turns ended, each with the rest of its conversation
-    ending = float(one.curves.turns.values[-1])
     flooded = ttl.unhindered(stalled, 150.0, one.ends)
     assert flooded.raised_by == pytest.approx(1 + 1 / ending)
     assert ttl.longest_good(flooded) == (ttl.memory_ttl(flooded), "memory"), "hardly seen: only what surely fits"
