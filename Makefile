@@ -52,7 +52,7 @@ demo: $(BIN)/.demo
 	@$(BIN)/kvtune demo $(ARGS)
 
 test: $(BIN)/.dev
-	@$(BIN)/python -m pytest tests/unit tests/integration $(ARGS)
+	@$(BIN)/python -m pytest -n auto tests/unit tests/integration $(ARGS)
 
 demo-vllm: $(BIN)/.demo $(VLLM_VENV)/.ready
 	@$(BIN)/kvtune demo --engine vllm --vllm-python $(abspath $(VLLM_PYTHON)) --vllm-model $(abspath $(TINY)) $(ARGS)
