@@ -56,6 +56,7 @@ _COLUMNS = {
     "pool_share_p99": "pool in use, P99",
     "prefill_saved_s_per_turn": "prefill saved a turn",
     "ttft_mean_s": "TTFT, mean of all follow-ups",
+    "ttft_change_s": "TTFT, change by the model",
     "fetched_share": "histories fetched",
     "extra_mean_s": "cost of a history",
 }
