@@ -7,6 +7,7 @@ KVTUNE_VLLM_MODEL (`make e2e` makes both).
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import signal
@@ -26,9 +27,16 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from kvtune_bench.process import ChildProcess, tail
 from kvtune_bench.vllm_pair import Bench, VllmServer, difference, free_port, report, text, top
+from kvtune_dashboards.config import config_from
+from kvtune_dashboards.execute import Prometheus as Asked
+from kvtune_dashboards.execute import Span, matrix
+from kvtune_dashboards.execute import run as run_board
+from kvtune_dashboards.rendering import load as load_boards
+from kvtune_dashboards.rules import RECORDING_FILE, render
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
+BOARDS = Path(__file__).resolve().parents[2] / "dashboards" / "grafana"
 NOISE = 0.05
 """Largest difference of a top-5 log-probability between read and computed KV (bf16; 0.008 seen)."""
 TTL_S = 150.0
@@ -410,6 +418,71 @@ async def test_the_books_of_both_sides_agree(pair: Pair) -> None:
     started = await pair.values(pair.d.url, "kvtune_retentions_total")
     ended = await pair.values(pair.d.url, "kvtune_retentions_ended_total")
     assert started == ended + await pair.values(pair.d.url, "kvtune_retained_requests")
+
+
+NO_ADVICE = {"Advice", "Advice made", "Advice's age", "TTL and advice", "TTL: what to do", "Threshold and advice",
+             "Threshold: what to do"}  # fmt: skip
+YOUNG = {"What another TTL would give", "Tokens held, at other TTLs", "Rules' estimate of the TTL"}
+NO_DAY = {"Follow-up turns reused, over time", "Speed against a day ago", "Speed against a day ago, over time",
+          "Speed of a read, and a day before"}  # fmt: skip
+NOTHING_LOST = {
+    "Age of the reference when the turn came", "Follow-up turns not reused, in this range", "Most lost to",
+    "Held-out conversations, for comparison", "TTFT P90, follow-up turns", "TTFT of follow-up turns, reused and not",
+    "Why turns were not reused", "Why a history was computed again",
+}  # fmt: skip
+NOTHING_HAPPENED = {"Settings that differ between engines", "annotation Alerts", "annotation Engine restarts",
+                    "annotation Setting changes"}  # fmt: skip
+"""Panels some queries of which have no series here: nobody runs `suggest --watch`, the pair is younger than the TTLs
+asked about, nothing is a day old, every turn is reused, nothing restarts."""
+
+
+async def test_the_boards_are_answered_by_a_real_pair(pair: Pair, prometheuses: Any, tmp_path: Path) -> None:
+    """Every query of every board, as Grafana would send it, against a Prometheus that scrapes router and engines."""
+    rules = tmp_path / RECORDING_FILE
+    quick = {"windows": {"scrape": "2s", "evaluation": "4s", "slow_evaluation": "8s"}}
+    rules.write_text(
+        render(config_from({**quick, "advice": {"cost_observations": 3, "turn_ends": 3}}), "prometheus")[RECORDING_FILE]
+    )
+    prometheus = await prometheuses.start(
+        {
+            "router": pair.url("metrics").removeprefix("http://").removesuffix("/metrics"),
+            "prefill": pair.p.url.removeprefix("http://"),
+            "decode": pair.d.url.removeprefix("http://"),
+        },
+        rules=[rules],
+        every="2s",
+    )
+    await prometheus.scraped_often(4)
+    client = pair.client()
+
+    async def converse(name: str) -> None:
+        messages: list[Any] = []
+        for turn in range(4):
+            messages.append({"role": "user", "content": text(f"board {name} {turn}", 150 + 60 * turn)})
+            answer = await client.chat.completions.create(
+                model="tiny", messages=messages, max_tokens=12, temperature=0, extra_headers={"X-Session-ID": name}
+            )
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+            await asyncio.sleep(4.0)
+
+    await asyncio.gather(*(converse(f"board-{number}") for number in range(4)))
+    await prometheus.scraped_since(time.time() + 20)
+    end = math.ceil(time.time() / 30) * 30.0
+    asked = Asked(prometheus.url, scrape_s=2.0)
+    answers = [
+        answer
+        for board in load_boards(BOARDS)
+        for answer in await asyncio.to_thread(run_board, board, asked, Span(end - 900, end))
+    ]
+    print("\n" + matrix(answers))
+    wrong = [a for a in answers if a.verdict in ("error", "NaN") or a.warnings]
+    assert not wrong, "\n" + matrix(wrong)
+    empty = {a.where for a in answers if a.verdict == "empty"}
+    assert empty <= NO_ADVICE | YOUNG | NO_DAY | NOTHING_LOST | NOTHING_HAPPENED, "\n" + matrix(
+        [a for a in answers if a.where in empty]
+    )
+    read = await prometheus.value('sum(kvtune_kv_reads_total{direction="d2p"})')
+    assert read is not None and read >= 4, "the series are of turns that were really read back"
 
 
 async def test_a_prefill_that_is_not_bidirectional_computes_and_hangs_never(pair: Pair) -> None:
