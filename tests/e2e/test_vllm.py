@@ -422,6 +422,7 @@ async def test_the_books_of_both_sides_agree(pair: Pair) -> None:
 
 NO_ADVICE = {"Advice", "Advice made", "Advice's age", "TTL and advice", "TTL: what to do", "Threshold and advice",
              "Threshold: what to do"}  # fmt: skip
+NO_CROSSING = {"Crossing point and threshold", "Threshold and crossing"}
 YOUNG = {"What another TTL would give", "Tokens held, at other TTLs", "Rules' estimate of the TTL"}
 NO_DAY = {"Follow-up turns reused, over time", "Speed against a day ago", "Speed against a day ago, over time",
           "Speed of a read, and a day before"}  # fmt: skip
@@ -433,7 +434,7 @@ NOTHING_LOST = {
 NOTHING_HAPPENED = {"Settings that differ between engines", "annotation Alerts", "annotation Engine restarts",
                     "annotation Setting changes"}  # fmt: skip
 """Panels some queries of which have no series here: nobody runs `suggest --watch`, the pair is younger than the TTLs
-asked about, nothing is a day old, every turn is reused, nothing restarts."""
+asked about, its costs need not cross, nothing is a day old, every turn is reused, nothing restarts."""
 
 
 async def test_the_boards_are_answered_by_a_real_pair(pair: Pair, prometheuses: Any, tmp_path: Path) -> None:
@@ -478,7 +479,7 @@ async def test_the_boards_are_answered_by_a_real_pair(pair: Pair, prometheuses: 
     wrong = [a for a in answers if a.verdict in ("error", "NaN") or a.warnings]
     assert not wrong, "\n" + matrix(wrong)
     empty = {a.where for a in answers if a.verdict == "empty"}
-    assert empty <= NO_ADVICE | YOUNG | NO_DAY | NOTHING_LOST | NOTHING_HAPPENED, "\n" + matrix(
+    assert empty <= NO_ADVICE | YOUNG | NO_CROSSING | NO_DAY | NOTHING_LOST | NOTHING_HAPPENED, "\n" + matrix(
         [a for a in answers if a.where in empty]
     )
     read = await prometheus.value('sum(kvtune_kv_reads_total{direction="d2p"})')

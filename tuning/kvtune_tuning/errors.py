@@ -12,6 +12,10 @@ class TuningError(Exception):
         self.message = message
         self.hint = hint
 
+    def __reduce__(self) -> tuple[type[TuningError], tuple[str, str, str]]:
+        """So that it gets out of a worker process whole."""
+        return type(self), (self.code, self.message, self.hint)
+
     def as_dict(self) -> dict[str, str]:
         """The `error` member of a failed document."""
         return {"code": self.code, "message": self.message, "hint": self.hint}

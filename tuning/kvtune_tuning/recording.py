@@ -117,7 +117,7 @@ class SnapshotWriter:
         return TuningError(
             "cannot_write",
             f"{self.directory}: {error.strerror or error}",
-            "Give a directory that can be written with --out.",
+            "Give a directory that can be written.",
         )
 
 

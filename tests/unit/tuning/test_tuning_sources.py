@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -518,3 +519,10 @@ async def test_live_scrapes_name_the_target_that_exposes_something_else() -> Non
     with pytest.raises(TuningError) as caught:
         await scrape_live(["h:1"], SystemClock(), interval_s=1, duration_s=1, stop=asyncio.Event(), fetch=fetch)
     assert "http://h:1/metrics, line 1" in caught.value.message
+
+
+@pytest.mark.parametrize("kind", [TuningError, UsageError])
+def test_an_error_leaves_a_worker_process_whole(kind: type[TuningError]) -> None:
+    there = pickle.loads(pickle.dumps(kind("code", "message", "hint")))
+    assert type(there) is kind and there.as_dict() == {"code": "code", "message": "message", "hint": "hint"}
+    assert str(there) == "message"
