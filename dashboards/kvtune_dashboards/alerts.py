@@ -196,14 +196,23 @@ def _expired(a: _Alerts) -> None:
     )
     late = a.rec("kvtune:followup_turns_expired:ratio").over(limit.expired_ratio)
     share = _asked("kvtune:followup_turns_expired:ratio{%s}", "{{ . | first | value | humanizePercentage }}", a.job)
-    now = _asked("kvtune:ttl_seconds:factor{%s,factor='1'}", '{{ . | first | value | printf "%.0f" }}', a.job)
+    now = '{{ . | first | value | printf "%.0f" }}'
+    todo = _asked(
+        "kvtune:ttl_seconds:factor{%s,factor='1'}",
+        "{{ if gt $value (. | first | value) }}"
+        f"Raise decoder_kv_blocks_ttl of decode from {now} s to {_TTL} (or kvtune router --retain, within decode's "
+        "max_retain_s and without its restart)."
+        "{{ else }}"
+        f"The TTL in force ({now} s) is as long as fits the {a.config.advice.pool_share:.0%} of decode's pool that the "
+        "rules give to retention (advice.pool_share): add memory, or ask kvtune suggest what more would cost."
+        "{{ end }}",
+        a.job,
+    )
     a.add(
         "KvtuneExpiredReadsHigh", "warning", limit.expired_for,
         advised.where(late, a.job).where(a.busy(), a.job),
         summary="Too many follow-up turns come after their KV was given up",
-        description=f"{share} of the follow-up turns of {_AT} came too late and were computed again. Raise "
-        f"decoder_kv_blocks_ttl of decode from {now} s to {_TTL} (or kvtune router --retain, within decode's "
-        "max_retain_s and without its restart). If that is the TTL in force, the pool has no room for a longer one. If "
+        description=f"{share} of the follow-up turns of {_AT} came too late and were computed again. {todo} If "
         "prefill declines reads, the router believes in a longer life than decode gives: lower kvtune router --ttl.",
         value="TTL to set, s", floor="alerts.turns_floor", board="reuse", panel="Follow-up turns that came too late",
     )  # fmt: skip

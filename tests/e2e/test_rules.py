@@ -625,11 +625,17 @@ def number(observed: Observed, name: str, **labels: str) -> tuple[float, str]:
 
 
 async def test_advice_says_what_to_set(observed: Observed) -> None:
-    value, text = number(observed, "KvtuneExpiredReadsHigh", deployment="starved")
+    value, _ = number(observed, "KvtuneExpiredReadsHigh", deployment="starved")
     # Pauses of 14 s and the router's margin of 6 s.
     assert 20 <= value <= 25
-    assert (asked := re.search(r"from 12 s to (\d+) s", text)), text
-    assert 15 <= int(asked[1]) <= 30
+    texts = [
+        a["annotations"]["description"]
+        for a in observed.webhook.received
+        if a["labels"]["alertname"] == "KvtuneExpiredReadsHigh" and a["labels"]["deployment"] == "starved"
+    ]
+    # While too little is known of the pauses, or of the pool, it says that there is nothing to set.
+    asked = [int(found[1]) for text in texts if (found := re.search(r"from 12 s to (\d+) s", text))]
+    assert asked and all(12 < ttl <= 30 for ttl in asked), texts
 
     value, text = number(observed, "KvtuneRetainedKVCrowdsPool", deployment="crowded")
     assert 7 <= value < 30

@@ -1050,9 +1050,9 @@ def _setting_checks(
             ))  # fmt: skip
         elif highest > (kept := asked.most_s if asked is not None else ttl_now.value):
             checks.append(Check(
-                "router_ttl", "error",
-                f"the router assumes {digits(highest)} s where decode does not say, but decode keeps KV for "
-                f"{digits(kept)} s: it hands over references that have lapsed",
+                "router_ttl", "warning",
+                f"the router takes {digits(highest)} s for the life of references that do not carry their own, and "
+                f"decode keeps KV for {digits(kept)} s; kvtune's connector writes it into them, others would lapse",
             ))  # fmt: skip
         else:
             checks.append(Check("router_ttl", "ok", f"router TTL {digits(highest)} s fits decode's {digits(kept)} s"))
