@@ -323,7 +323,7 @@ def test_a_writer_that_cannot_write_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TuningError) as caught:
         SnapshotWriter(tmp_path / "file")
-    assert caught.value.code == "cannot_write" and "--out" in caught.value.hint
+    assert caught.value.code == "cannot_write" and "directory that can be written" in caught.value.hint
 
 
 # --- targets --------------------------------------------------------------------------------------------------------
