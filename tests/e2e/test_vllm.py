@@ -420,21 +420,11 @@ async def test_the_books_of_both_sides_agree(pair: Pair) -> None:
     assert started == ended + await pair.values(pair.d.url, "kvtune_retained_requests")
 
 
-NO_ADVICE = {"Advice", "Advice made", "Advice's age", "TTL and advice", "TTL: what to do", "Threshold and advice",
-             "Threshold: what to do"}  # fmt: skip
-NO_CROSSING = {"Crossing point and threshold", "Threshold and crossing"}
-YOUNG = {"What another TTL would give", "Tokens held, at other TTLs", "Rules' estimate of the TTL"}
-NO_DAY = {"Follow-up turns reused, over time", "Speed against a day ago", "Speed against a day ago, over time",
-          "Speed of a read, and a day before"}  # fmt: skip
-NOTHING_LOST = {
-    "Age of the reference when the turn came", "Follow-up turns not reused, in this range", "Most lost to",
-    "Held-out conversations, for comparison", "TTFT P90, follow-up turns", "TTFT of follow-up turns, reused and not",
-    "Why turns were not reused", "Why a history was computed again",
+CORE = {
+    "Follow-up turns reused", "Turns by outcome", "Prompt tokens fetched", "KV reads", "KV bytes", "Wait for remote KV",
+    "Tokens retained", "Share of the KV pool", "Engines up", "Engine settings in force", "Versions",
 }  # fmt: skip
-NOTHING_HAPPENED = {"Settings that differ between engines", "annotation Alerts", "annotation Engine restarts",
-                    "annotation Setting changes"}  # fmt: skip
-"""Panels some queries of which have no series here: nobody runs `suggest --watch`, the pair is younger than the TTLs
-asked about, its costs need not cross, nothing is a day old, every turn is reused, nothing restarts."""
+"""Panels that a few reused turns must fill. Others wait for a lost turn, a restart, advice, a crossing, or a day."""
 
 
 async def test_the_boards_are_answered_by_a_real_pair(pair: Pair, prometheuses: Any, tmp_path: Path) -> None:
@@ -478,10 +468,9 @@ async def test_the_boards_are_answered_by_a_real_pair(pair: Pair, prometheuses: 
     print("\n" + matrix(answers))
     wrong = [a for a in answers if a.verdict in ("error", "NaN") or a.warnings]
     assert not wrong, "\n" + matrix(wrong)
-    empty = {a.where for a in answers if a.verdict == "empty"}
-    assert empty <= NO_ADVICE | YOUNG | NO_CROSSING | NO_DAY | NOTHING_LOST | NOTHING_HAPPENED, "\n" + matrix(
-        [a for a in answers if a.where in empty]
-    )
+    filled = {a.where for a in answers if a.verdict == "ok"}
+    assert filled >= CORE, CORE - filled
+    assert len(filled) > 60, sorted(filled)
     read = await prometheus.value('sum(kvtune_kv_reads_total{direction="d2p"})')
     assert read is not None and read >= 4, "the series are of turns that were really read back"
 
