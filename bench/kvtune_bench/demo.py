@@ -21,9 +21,9 @@ from kvtune_bench import figures
 from kvtune_bench.calibration import Calibration, calibration, to_dict
 from kvtune_bench.demo_progress import Progress, live_progress
 from kvtune_bench.load import LoadSettings, TurnRecord, replay, simulated_answer
-from kvtune_bench.process import ChildProcess
+from kvtune_bench.process import ChildProcess, free_port
 from kvtune_bench.traces import Plan, load_trace, plan
-from kvtune_bench.vllm_pair import VllmConfig, VllmServer, free_port
+from kvtune_bench.vllm_pair import VllmConfig, VllmServer
 from kvtune_connector.policy import DEFAULT_THRESHOLD_TOKENS, DEFAULT_TTL_S
 from kvtune_telemetry.clock import ScaledClock
 from kvtune_tuning import api, recording

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,14 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 class ProcessError(RuntimeError):
     """A child did not come up; the message holds the end of its log."""
+
+
+def free_port() -> int:
+    """A loopback port nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
 
 
 def _die_with_parent() -> None:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import random
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from kvtune_bench.process import ChildProcess, ProcessError, tail
+from kvtune_bench.process import ChildProcess, ProcessError, free_port, tail
 from kvtune_router.requests import FIRST_TURN
 
 START_TIMEOUT_S = 360.0
@@ -119,14 +118,6 @@ class VllmConfig:
             "VLLM_LOGGING_LEVEL": "INFO",
             **self.environment,
         }
-
-
-def free_port() -> int:
-    """A loopback port nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 class VllmServer:

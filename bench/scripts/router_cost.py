@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,9 @@ from pathlib import Path
 import httptools
 import uvloop
 
+from kvtune_bench.process import free_port
+from kvtune_bench.vllm_pair import cpu_seconds
+
 CHUNK = (
     b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1790000000,"model":"m",'
     b'"choices":[{"index":0,"delta":{"content":" word"},"logprobs":null,"finish_reason":null}]}\n\n'
@@ -40,7 +42,6 @@ REFERENCE = {
     "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [list(range(64))],
     "remote_engine_id": "e", "remote_request_id": "r", "remote_host": "127.0.0.1", "remote_port": 5600, "tp_size": 1,
 }  # fmt: skip
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,15 +261,6 @@ async def _press(shape: Shape, port: int) -> _Load:
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
-
-
 @contextmanager
 def running(command: Sequence[str], log: Path, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
     """A process for as long as the block lasts; ended by SIGTERM, then SIGKILL."""
@@ -286,22 +278,6 @@ def running(command: Sequence[str], log: Path, env: dict[str, str] | None = None
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process and its children so far (Linux)."""
-    total = 0.0
-    tree = [pid]
-    while tree:
-        one = tree.pop()
-        try:
-            fields = Path(f"/proc/{one}/stat").read_text().rpartition(") ")[2].split()
-            for task in Path(f"/proc/{one}/task").iterdir():
-                tree += [int(child) for child in (task / "children").read_text().split()]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        total += (int(fields[11]) + int(fields[12])) / _TICKS
-    return total
 
 
 def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 60.0) -> None:
@@ -387,7 +363,7 @@ def main() -> None:
         return
     shapes = [SHAPES[int(n)] for n in given.shapes.split(",")] if given.shapes else list(SHAPES)
     shapes = [replace(s, requests=max(s.clients, int(s.requests * given.scale))) for s in shapes]
-    prefill, decode, ours, metrics, theirs, their_metrics = free_ports(6)
+    prefill, decode, ours, metrics, theirs, their_metrics = (free_port() for _ in range(6))
     rounds: list[Round] = []
     with tempfile.TemporaryDirectory(prefix="router-cost-") as folder, ExitStack() as stack:
         logs = Path(folder)

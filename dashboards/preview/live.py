@@ -20,7 +20,6 @@ import json
 import math
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -36,7 +35,7 @@ import aiohttp
 import yaml
 
 from kvtune_bench.load import LoadSettings, TurnRecord, replay, simulated_answer
-from kvtune_bench.process import ChildProcess, ProcessError
+from kvtune_bench.process import ChildProcess, ProcessError, free_port
 from kvtune_bench.traces import Plan, load_trace, plan
 from kvtune_telemetry.clock import SystemClock
 
@@ -115,14 +114,6 @@ def rule_files(directory: Path) -> list[Path]:
         if isinstance(document, dict) and set(document) == {"groups"}:
             found.append(path.resolve())
     return found
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def say(text: str) -> None:

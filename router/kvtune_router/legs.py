@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import aiohttp
-
 from kvtune_router.answers import AnswerError, strip_document
 from kvtune_router.engines import Engine
-from kvtune_router.upstream import Broken, NotSent, Upstream
+from kvtune_router.upstream import NotSent, Upstream, UpstreamError
 
 
 class Fault(Enum):
@@ -50,11 +48,8 @@ def fault_of(error: BaseException, engine: Engine) -> LegFault:
     return LegFault(Fault.NOT_SENT if isinstance(error, NotSent) else Fault.BROKEN, engine, str(error))
 
 
-LEG_ERRORS = (NotSent, Broken, AnswerError)
+LEG_ERRORS = (UpstreamError, AnswerError)
 """What a leg can raise besides cancellation."""
-
-CLIENT_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
-"""What aiohttp's client can raise besides cancellation."""
 
 
 async def prefill(upstream: Upstream, engine: Engine, path: str, body: bytes, headers: Mapping[str, str]) -> Prefilled:

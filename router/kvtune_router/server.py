@@ -21,7 +21,6 @@ from kvtune_router.conversations import ConversationStore
 from kvtune_router.engines import Fleet
 from kvtune_router.errors import RequestError, error_response
 from kvtune_router.identity import Identifier
-from kvtune_router.legs import CLIENT_ERRORS
 from kvtune_router.turn import TurnServer
 from kvtune_router.upstream import Upstream
 from kvtune_telemetry import events
@@ -92,14 +91,7 @@ class Router:
 
     async def start(self) -> None:
         """Listen. Raises ServeError when an address is taken."""
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=self.config.connect_timeout, sock_read=self.config.read_timeout
-            ),
-            auto_decompress=True,
-            read_bufsize=256 * 1024,
-        )
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S))
         self._upstream = Upstream(
             connect_timeout=self.config.connect_timeout, read_timeout=self.config.read_timeout, keep=_KEEPALIVE_S
         )
@@ -245,7 +237,7 @@ class Router:
                     return web.Response(
                         status=answer.status, body=await answer.read(), content_type=answer.content_type
                     )
-            except CLIENT_ERRORS:
+            except (aiohttp.ClientError, TimeoutError, OSError):
                 continue
         raise RequestError(503, "no decode engine is available", kind="server_error", code="no_decode_engine")
 

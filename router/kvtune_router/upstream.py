@@ -85,6 +85,7 @@ class _Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._active_s = 0.0
+        self._patience_s = 0.0
         self.idle_since_s = 0.0
         self._reset()
         self._complete = True
@@ -129,9 +130,6 @@ class _Connection(asyncio.Protocol):
             assert self._transport is not None
             self._transport.pause_reading()
         self._wake()
-
-    def eof_received(self) -> bool:
-        return False
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None

@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -25,7 +24,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-from kvtune_bench.process import ChildProcess, ProcessError
+from kvtune_bench.process import ChildProcess, ProcessError, free_port
 
 KVTUNE = (sys.executable, "-m", "kvtune_cli")
 WAIT_S = 60.0
@@ -143,13 +142,6 @@ class OtlpReceiver:
 # --- Prometheus -----------------------------------------------------------------------------------------------------
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class Prometheus:
     """A running Prometheus server and its HTTP API."""
 
@@ -240,7 +232,7 @@ class Prometheuses:
         (home / "prometheus.yml").write_text(yaml.safe_dump(config))
         log = home / "log"
         for attempt in range(_PORT_TRIES):
-            port = _free_port()
+            port = free_port()
             # Prometheus prints nothing on stdout; the shell does so in its stead, and becomes it.
             child = await ChildProcess.start(
                 "prometheus",

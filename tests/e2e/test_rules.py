@@ -14,7 +14,6 @@ import contextlib
 import random
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -31,7 +30,7 @@ import yaml
 from aiohttp import web
 
 from kvtune_bench.load import LoadSettings, replay
-from kvtune_bench.process import ChildProcess
+from kvtune_bench.process import ChildProcess, free_port
 from kvtune_bench.traces import Conversation, Plan, TraceTurn, plan
 from kvtune_dashboards import scenarios
 from kvtune_dashboards.config import RulesConfig, config_from
@@ -198,13 +197,6 @@ def program(name: str, package: str) -> str:
     if found is None:
         pytest.fail(f"no `{name}` on PATH; install it: apt-get install -y --no-install-recommends {package}")
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @dataclass

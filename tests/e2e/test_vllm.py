@@ -25,8 +25,8 @@ import pytest_asyncio
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from kvtune_bench.process import ChildProcess, tail
-from kvtune_bench.vllm_pair import Bench, VllmServer, difference, free_port, report, text, top
+from kvtune_bench.process import ChildProcess, free_port, tail
+from kvtune_bench.vllm_pair import Bench, VllmServer, difference, report, text, top
 from kvtune_dashboards.config import config_from
 from kvtune_dashboards.execute import Prometheus as Asked
 from kvtune_dashboards.execute import Span, matrix

@@ -22,8 +22,8 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from kvtune_bench.process import ChildProcess
-from kvtune_bench.vllm_pair import Bench, VllmServer, cpu_seconds, difference, free_port, report, text, top
+from kvtune_bench.process import ChildProcess, free_port
+from kvtune_bench.vllm_pair import Bench, VllmServer, cpu_seconds, difference, report, text, top
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 

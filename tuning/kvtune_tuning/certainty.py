@@ -204,12 +204,8 @@ def _all_return_late(inputs: TtlInputs) -> TtlInputs:
 
 def _draws(inputs: TtlInputs) -> Iterator[TtlInputs]:
     """The inputs with bucket counts and the rate of ends resampled at their effective sizes. Seeded."""
-    rng = np.random.default_rng(21)
     c = inputs.curves
-    counts = np.maximum(-np.diff(c.turns.values) * c.exposure / ttl.DESIGN_EFFECT, 1e-9)
-    ends = max(1.0, inputs.ends / ttl.DESIGN_EFFECT)
-    for _ in range(_DRAWS):
-        factors, rate = rng.gamma(counts) / counts, float(rng.gamma(ends) / ends)
+    for factors, rate in ttl.resampled(inputs, _DRAWS, seed=21):
         yield replace(
             inputs,
             curves=replace(
@@ -242,8 +238,7 @@ def _what_it_buys(inputs: TtlInputs, advice: TtlAdvice) -> TtlAdvice:
 
 
 def _rows(inputs: TtlInputs) -> tuple[ttl.TtlRow, ...]:
-    values = {15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1800.0, inputs.current_s}
-    return tuple(ttl.row(inputs, v) for v in sorted(values))
+    return tuple(ttl.row(inputs, v) for v in sorted({*ttl.TABLE_S, inputs.current_s}))
 
 
 def _with_changes(inputs: TtlInputs, advice: TtlAdvice) -> TtlAdvice:

@@ -11,6 +11,7 @@ behind it. The TTL with the least expected time to first token is the waiting fo
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -80,6 +81,8 @@ _WAITS = 2.5 * -np.log(1.0 - (np.arange(6) + 0.5) / 6)
 heavy prompts: just beyond what the mean wait allows, one in three ended in a queue that never emptied)."""
 _ROUNDS = 40
 _SETTLED = 1e-3
+TABLE_S = (15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1800.0)
+"""TTLs that a table always shows."""
 _LEAST_S = 1e-3
 """A break-even below a millisecond is none."""
 
@@ -475,7 +478,7 @@ def row(inputs: TtlInputs, ttl_s: float) -> TtlRow:
 
 
 def _rows(inputs: TtlInputs, *more: float | None) -> tuple[TtlRow, ...]:
-    values = {15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1800.0, inputs.current_s}
+    values = {*TABLE_S, inputs.current_s}
     for value in more:
         if value is not None and math.isfinite(value) and value > 0:
             values |= {value, value / 2, value * 2}
@@ -492,6 +495,18 @@ def perturbed(curve: Survival, factors: Floats) -> Survival:
     return Survival(curve.edges, np.concatenate(([1.0], left)))
 
 
+def resampled(inputs: TtlInputs, draws: int, seed: int) -> Iterator[tuple[Floats, float]]:
+    """Factors of each bucket's mass, shape (n,), and of the rate of ends, as so many turns of their effective number
+    might have given: gamma around 1. The same seed gives the same draws."""
+    rng = np.random.default_rng(seed)
+    mass = -np.diff(inputs.curves.turns.values)
+    counts = np.maximum(mass * inputs.curves.exposure / DESIGN_EFFECT, 1e-9)
+    ends = max(1.0, inputs.ends / DESIGN_EFFECT)
+    for _ in range(draws):
+        factors = rng.gamma(counts) / counts
+        yield factors, float(rng.gamma(ends) / ends)
+
+
 def _interval(inputs: TtlInputs, cap_s: float) -> tuple[float, float] | None:
     """90 % interval of min(what retention allows, cap): bucket counts and the rate of ends resampled
     at their effective sizes.
@@ -500,14 +515,8 @@ def _interval(inputs: TtlInputs, cap_s: float) -> tuple[float, float] | None:
     """
     if inputs.conversations < CONVERSATIONS_FOR_INTERVAL or inputs.pool_tokens is None:
         return None
-    rng = np.random.default_rng(20)
-    mass = -np.diff(inputs.curves.turns.values)
-    counts = np.maximum(mass * inputs.curves.exposure / DESIGN_EFFECT, 1e-9)
-    ends = max(1.0, inputs.ends / DESIGN_EFFECT)
     found = []
-    for _ in range(_DRAWS):
-        factors = rng.gamma(counts) / counts
-        rate = rng.gamma(ends) / ends
+    for factors, rate in resampled(inputs, _DRAWS, seed=20):
         draw = replace(
             inputs,
             curves=replace(
